@@ -31,10 +31,7 @@ _LOOKED_INTO = CALLS | {"scan", "while", "cond", "shard_map"}
 
 
 def run_chosen(
-    jaxpr: Jaxpr,
-    numbers: Mapping[Contraction, int],
-    choices: Any,
-    args: Sequence[Any],
+    jaxpr: Jaxpr, numbers: Mapping[Contraction, int], choices: Any, args: Sequence[Any]
 ) -> list[Any]:
     """What a program with marks gives for `args` if it rounds by `choices`.
 

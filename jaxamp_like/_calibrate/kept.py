@@ -29,7 +29,7 @@ class KeptBytes:
 
     @property
     def as_written(self) -> int:
-        return self._count(None)
+        return self.under(None)
 
     @property
     def by_default(self) -> int:
@@ -40,10 +40,8 @@ class KeptBytes:
         """Under the policy of some choices."""
         return self.under(Writer(self.program).policy(choices))
 
-    def under(self, policy: Policy | PolicyMap) -> int:
-        return self._count(policy)
-
-    def _count(self, policy: Policy | PolicyMap | None) -> int:
+    def under(self, policy: Policy | PolicyMap | None) -> int:
+        """Under a policy; `None`: as written."""
         if policy not in self._counted:
             call = self.program.subject.call
             if policy is not None:

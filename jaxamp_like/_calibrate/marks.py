@@ -128,8 +128,7 @@ class Shadow(Rule):
         return True
 
     def for_equation(self, params: dict[str, Any], avals: Sequence[Any]) -> Rule:
-        shapes = [aval.shape for aval in avals]
-        return self if is_contraction(params, shapes) else use_original_precision
+        return self if is_contraction(params, avals) else use_original_precision
 
     def demand(self, params: dict[str, Any], wanted: Demand) -> Demand:
         return Demand.LOW

@@ -1,6 +1,5 @@
 """`certify`: compiles a function and compares the result with what was decided."""
 
-import functools
 import gc
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -19,14 +18,9 @@ from .._hlo.devices import as_device, placed
 from .._hlo.graph import program
 from .._hlo.numbers import union
 from .._hlo.text import Module, full_name, parse
-from .._jax import (
-    compiling_by_names,
-    hlo_printer,
-    is_array_or_shape,
-    traced_afresh,
-)
+from .._jax import compiling_by_names, hlo_printer, is_array_or_shape, traced_afresh
 from .._policies.dictionary import REWRITTEN
-from .._reports.call import flat_call
+from .._reports.call import flat_call, function_name
 from .._reports.data.records import Phase
 from .._reports.versions import versions
 from .._rewrite.record import Recorder, recording
@@ -272,12 +266,7 @@ def _both_programs(lowered: jax.stages.Lowered) -> tuple[str, jax.stages.Compile
 
 def _name_of(step: Any) -> str:
     """The name of a function; "" of what is lowered, whose program has it."""
-    if isinstance(step, jax.stages.Lowered):
-        return ""
-    while isinstance(step, functools.partial):
-        step = step.func
-    name = getattr(step, "__name__", None)
-    return name if isinstance(name, str) else type(step).__name__
+    return "" if isinstance(step, jax.stages.Lowered) else function_name(step)
 
 
 def _parsed(text: str | None) -> Module:

@@ -4,13 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from .._hlo.graph import CalledComputation, Node
-from .._hlo.numbers import (
-    NONE,
-    Numbers,
-    bits_needed,
-    of_dtype,
-    union,
-)
+from .._hlo.numbers import NONE, Numbers, bits_needed, of_dtype, union
 from .._hlo.text import is_float
 from .operations import Operation
 

@@ -374,8 +374,7 @@ def _held(operands: Sequence[Node], constants: bool = True) -> tuple[Numbers, ..
 
 def _collective(node: Node, opcode: str, platform: Platform) -> Iterator[Operation]:
     """An operation for each array of floats that is sent."""
-    operands = [node.operand(i) for i in range(len(node.one.operands))]
-    for i, operand in enumerate(operands):
+    for i, operand in enumerate(node.operands):
         if operand.one.shape.is_float:
             held = _held([operand])
             yield Operation(
@@ -440,8 +439,7 @@ def _kernel(node: Node, platform: Platform) -> Iterator[Operation]:
     """A call of what is no HLO: a kernel of Pallas or Triton, or of a library."""
     one = node.one
     target = one.target or one.opcode
-    operands = [node.operand(i) for i in range(len(one.operands))]
-    floats = [operand for operand in operands if _has_floats(operand.one.shape)]
+    floats = [operand for operand in node.operands if _has_floats(operand.one.shape)]
     made = [shape for shape in one.shapes if _has_floats(shape)]
     if not floats or not made or target in _TRIVIAL or is_marker(one):
         return

@@ -51,8 +51,8 @@ def _numbered(body: CalledComputation) -> dict[Node, Hashable]:
         if handed_on(Value(node)) is not None:
             continue  # it is what it hands on
         reads = []
-        for i in range(len(one.operands)):
-            operand, path = node.operand(i), ()
+        for operand in node.operands:
+            path = ()
             if operand not in found:
                 operand, path = traced_back(Value(operand))
             reads.append((found.get(operand, operand), path))

@@ -8,13 +8,7 @@ from collections.abc import Iterable, Iterator
 from functools import cached_property
 from typing import NamedTuple
 
-from .._hlo.graph import (
-    COLLECTIVES,
-    CalledComputation,
-    Node,
-    Value,
-    read_by,
-)
+from .._hlo.graph import COLLECTIVES, CalledComputation, Node, Value, read_by
 from .._hlo.numbers import (
     ROUNDS,
     Numbers,
@@ -161,7 +155,7 @@ class _Comparing:
             equations = self._named(node, None).computing
         low, alike = of_dtype(shape.dtype), equations.near(node)
         may_be_in = self._may_be_in
-        read = {node.operand(i).one.shape.dtype for i in range(len(node.one.operands))}
+        read = {operand.one.shape.dtype for operand in node.operands}
         if self.platform == "tpu" and read != {shape.dtype}:
             # It rounds its own result, perhaps for some of the readers alone.
             may_be_in = self._is_rounded_to
@@ -227,8 +221,7 @@ class _Comparing:
         is_move = node.one.opcode.removesuffix("-start") in moves
         if not is_move or one.one.opcode in moves:
             return False
-        operands = [one.operand(i) for i in range(len(one.one.operands))]
-        floats = [x for x in operands if x.one.shapes and x.one.shape.is_float]
+        floats = [x for x in one.operands if x.one.shapes and x.one.shape.is_float]
         limit = self._limit(one) or of_dtype("any")
         held = (rounded(numbers(Value(each)), limit) for each in floats)
         return any(each.name and each.are_in(now) for each in held)
@@ -250,10 +243,9 @@ class _Comparing:
         """Whether an equation may be computed in a dtype with such numbers.
 
         In a wider one, of such operands and then rounded, it gives the same."""
-        operands = (Value(one.operand(i)) for i in range(len(one.one.operands)))
         return of_dtype(one.one.shape.dtype).are_in(low) or (
             self._read(one).are_in(low)
-            and all(numbers(operand).are_in(low) for operand in operands)
+            and all(numbers(Value(operand)).are_in(low) for operand in one.operands)
         )
 
     def _is_rounded_to(self, one: Node, now: Numbers) -> bool:

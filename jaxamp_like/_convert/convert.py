@@ -326,7 +326,8 @@ def _cast(params: Any, stored: Sequence[Stored]) -> Any:
             return leaf if dtype is None else leaf.update(dtype=dtype)
         if dtype is None:
             if id(leaf) not in copies:
-                copies[id(leaf)] = _copied(leaf)
+                is_jax = isinstance(leaf, jax.Array)
+                copies[id(leaf)] = jax.numpy.copy(leaf) if is_jax else leaf
             return copies[id(leaf)]
         made = cast(jax.numpy.asarray(leaf), dtype)
         if _overflows(leaf, made):
@@ -337,10 +338,6 @@ def _cast(params: Any, stored: Sequence[Stored]) -> Any:
     stored_params = map_parameters(as_stored, params, rows)
     next(rows, None)  # tells that all are done
     return stored_params
-
-
-def _copied(leaf: Any) -> Any:
-    return jax.numpy.copy(leaf) if isinstance(leaf, jax.Array) else leaf
 
 
 def _overflows(leaf: Any, made: jax.Array) -> bool:

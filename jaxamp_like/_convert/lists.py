@@ -10,13 +10,7 @@ from jax import lax
 from .._dtypes import did_you_mean
 from .._errors import AmpError
 from .._jax import Jaxpr, Primitive, raw, scopes, subjaxprs
-from .._policies.dictionary import (
-    Key,
-    Lookup,
-    is_program,
-    is_stopped,
-    show_key,
-)
+from .._policies.dictionary import Key, Lookup, is_program, is_stopped, show_key
 from .._policies.frozen import FrozenRules, checked_policy
 from .._policies.presets.common import Op
 from .._policies.presets.user_lists import check_disjoint, conditions_of, names_of
@@ -167,10 +161,7 @@ def _at(excluded: FrozenRules, path: tuple[str, ...]) -> Match | None:
 
 
 def _collect(
-    jaxpr: Jaxpr,
-    scope: tuple[str, ...],
-    ops: set[str],
-    paths: set[tuple[str, ...]],
+    jaxpr: Jaxpr, scope: tuple[str, ...], ops: set[str], paths: set[tuple[str, ...]]
 ) -> None:
     for eqn in raw(jaxpr).eqns:
         inner = scope + scopes(eqn)

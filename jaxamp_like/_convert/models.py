@@ -66,7 +66,7 @@ def take_apart(fn: Any, params: Any) -> Model:
         )
     if nnx_nodes(params):
         return _of_nnx(fn, params, name)
-    rebuild = _as_it_is if fn is _call else None
+    rebuild = (lambda tree: tree) if fn is _call else None
     return Model(fn, params, rebuild, name)
 
 
@@ -176,10 +176,6 @@ def distinct(names: Sequence[str]) -> list[str]:
 
 def _call(model: Callable[..., Any], *inputs: Any) -> Any:
     return model(*inputs)
-
-
-def _as_it_is(tree: Any) -> Any:
-    return tree
 
 
 def _of_nnx(fn: Callable[..., Any], params: Any, name: str) -> Model:

@@ -23,8 +23,7 @@ from .._rewrite.findings.unmatched import without_amp_scopes
 from .._rewrite.findings.unquantised import asked_of, rules_of, why_not_quantised
 from .._rewrite.record import Recorder, recording
 from .._rules.conditions import name_of
-from .._structural import Step
-from .._structural.base import steps_of
+from .._structural import Step, steps_of
 from .splitting import INPUT, Split, is_call, split
 from .uses import bodies
 
@@ -82,7 +81,8 @@ def of_left_contractions(jaxpr: Jaxpr, trace_again: Callable[[], Any]) -> Iterat
         jaxpr: the program; without numbers of 8 bits, no rule has quantised anything,
             and `amp` has said so.
         trace_again: traces the mixed function, which tells its decisions."""
-    if not any(map(_is_8_bit, _made_in(jaxpr))):
+    made = (v for eqn, *_ in walk.walk(jaxpr, ()) for v in eqn.outvars)
+    if not any(map(_is_8_bit, made)):
         return
     with recording(Recorder()) as recorder:
         trace_again()
@@ -103,10 +103,6 @@ def of_left_contractions(jaxpr: Jaxpr, trace_again: Callable[[], Any]) -> Iterat
             f"quantise {verb} left alone, the first since {why_not_quantised(first)} "
             f"({_in(scope, line)}).{''.join(f' {hint}' for hint in hints)}"
         )
-
-
-def _made_in(jaxpr: Jaxpr) -> Iterator[Any]:
-    return (v for eqn, _, _ in walk.walk(jaxpr, ()) for v in eqn.outvars)
 
 
 def _is_left(step: Step) -> bool:

@@ -66,7 +66,7 @@ def contractions_of(jaxpr: Jaxpr) -> tuple[ContractionRecord, ...]:
     for eqn, at, is_structural in walk.walk(jaxpr, ()):
         if is_structural or eqn.primitive.name not in CONTRACTIONS:
             continue
-        if not is_contraction(eqn.params, [v.aval.shape for v in eqn.invars]):
+        if not is_contraction(eqn.params, [v.aval for v in eqn.invars]):
             continue
         place, out = at.place(eqn), eqn.outvars[0].aval
         found.append(

@@ -27,6 +27,7 @@ from .._jax import (
     trace,
 )
 from .._primitives import CONTRACTIONS, EACH_ALONE
+from .._rules.bilinear import in_dtype
 from .._structural import CALLS, REMAT
 from .uses import bodies, is_narrowing
 
@@ -89,7 +90,7 @@ class _Rewriter:
                 return results if outs is None else cast_all(results, outs)
 
             avals = [
-                v.aval if d is None else v.aval.update(dtype=d, weak_type=False)
+                v.aval if d is None else in_dtype(v.aval, d)
                 for v, d in zip(raw(jaxpr).invars, dtypes, strict=True)
             ]
             # The old program is held as well, so that no other one can get its `id`.

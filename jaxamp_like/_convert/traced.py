@@ -11,10 +11,10 @@ from .._errors import AmpError
 from .._jax import (
     Jaxpr,
     consts,
+    equations,
     is_array_or_shape,
     merged,
     raw,
-    subjaxprs,
     to_classic,
     trace,
     typeof,
@@ -127,11 +127,6 @@ def returns_gradients(program: TracedModel, params: Any) -> bool:
     """Whether a result is a tree like `params`, in a program with a backward pass."""
     jaxpr = raw(program.jaxpr)
     outs = program.merge([out.aval for out in jaxpr.outvars])
-    return returns_tree_like((params,), outs) and _has_backward_pass(jaxpr)
-
-
-def _has_backward_pass(jaxpr: Jaxpr) -> bool:
-    return any(
-        names(eqn).backward or any(map(_has_backward_pass, subjaxprs(eqn.params)))
-        for eqn in raw(jaxpr).eqns
+    return returns_tree_like((params,), outs) and any(
+        names(eqn).backward for eqn in equations(jaxpr)
     )

@@ -5,7 +5,4 @@ which tensors have a history (a tensor has one, whoever reads it). `threaded` ru
 program whose scales are given and whose maxima come out, `residuals` lets its backward
 pass keep less, and `state` is what is kept from step to step."""
 
-from .stateful import (
-    amp_with_state as amp_with_state,
-    init_amp_state as init_amp_state,
-)
+from .stateful import amp_with_state as amp_with_state, init_amp_state as init_amp_state

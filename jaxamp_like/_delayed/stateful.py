@@ -19,14 +19,7 @@ from .._reports.call import flat_call
 from .._rewrite.planner import Planner
 from .._rules.user_rules import as_bool
 from .residuals import with_fewer_residuals
-from .state import (
-    State,
-    as_state,
-    checked,
-    first_state,
-    next_state,
-    scales_of,
-)
+from .state import State, as_state, checked, first_state, next_state, scales_of
 from .tensors import Tensor, TensorFinder
 from .threaded import StatefulEvaluator
 

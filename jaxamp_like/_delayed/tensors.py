@@ -220,9 +220,7 @@ _OTHERWISE = (
     "Put the call that makes it under `amp_stop()`, or give its scope a rule without "
     "state, such as `float8()`."
 )
-_INSTEAD = {
-    "xla_pmap": "Use `jax.shard_map` instead of `jax.pmap`.",
-}
+_INSTEAD = {"xla_pmap": "Use `jax.shard_map` instead of `jax.pmap`."}
 
 # How numbers flow through equations that hold programs: each function returns the
 # numbers of the results, and the sites of the programs.
@@ -301,9 +299,4 @@ def mapped_axes(shard_map: Mapping[str, Any]) -> frozenset[str]:
     return frozenset(shard_map["axis_names"] or shard_map["mesh"].axis_names)
 
 
-_HANDLERS = {
-    "scan": _scan,
-    "while": _while,
-    "cond": _cond,
-    "shard_map": _shard_map,
-}
+_HANDLERS = {"scan": _scan, "while": _while, "cond": _cond, "shard_map": _shard_map}

@@ -111,6 +111,10 @@ class Node:
     def operand(self, i: int) -> "Node":
         return self.body.node(self.one.operands[i])
 
+    @property
+    def operands(self) -> "list[Node]":
+        return list(map(self.body.node, self.one.operands))
+
     @cached_property
     def op_name(self) -> str:
         """JAX's name stack and primitive, with those of the calls around it."""
@@ -219,7 +223,7 @@ def handed_on(value: Value) -> list[Value] | None:
         case _ if node.bodies:
             return [Value(body.root, path) for body in node.bodies]
         case "custom-call" if one.target == "ConcatBitcast":  # parts side by side
-            return [Value(node.operand(i)) for i in range(len(one.operands))]
+            return list(map(Value, node.operands))
         case "custom-call" if is_marker(one):
             return [Value(node.operand(path[0] if path else 0), path[1:])]
         case opcode if opcode in _HANDED_ON:

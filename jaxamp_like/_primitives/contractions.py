@@ -15,29 +15,29 @@ from typing import Any
 Shape = tuple[Any, ...]
 
 
-def is_contraction(params: dict[str, Any], shapes: Sequence[Shape]) -> bool:
+def is_contraction(params: dict[str, Any], avals: Sequence[Any]) -> bool:
     """Whether a `dot_general`, convolution or the like is one, by its parameters."""
-    if not exceeds_one(summed_axes(params, shapes)):
+    if not exceeds_one(summed_axes(params, avals)):
         return False
-    free = free_axes_of(params, shapes)
+    free = free_axes_of(params, avals)
     return free is None or any(map(exceeds_one, free))
 
 
-def has_contracting_gradients(params: dict[str, Any], shapes: Sequence[Shape]) -> bool:
+def has_contracting_gradients(params: dict[str, Any], avals: Sequence[Any]) -> bool:
     """Whether the gradients of both operands of a `dot_general` are contractions.
 
     Each sums over the free axes of the other operand."""
-    free = free_axes_of(params, shapes)
+    free = free_axes_of(params, avals)
     return free is not None and all(map(exceeds_one, free))
 
 
-def summed_axes(params: dict[str, Any], shapes: Sequence[Shape]) -> Shape:
+def summed_axes(params: dict[str, Any], avals: Sequence[Any]) -> Shape:
     """The lengths of the axes over which each number of the result is a sum."""
     if (numbers := dot_numbers(params)) is not None:
         (axes, _), _ = numbers
-        return at(shapes[0], axes)
+        return at(avals[0].shape, axes)
     _out, *summed = params["dimension_numbers"].rhs_spec
-    return at(shapes[1], summed)
+    return at(avals[1].shape, summed)
 
 
 def dot_numbers(params: dict[str, Any]) -> Any:
@@ -49,22 +49,20 @@ def dot_numbers(params: dict[str, Any]) -> Any:
 
 
 def free_axes_of(
-    params: dict[str, Any], shapes: Sequence[Shape]
+    params: dict[str, Any], avals: Sequence[Any]
 ) -> tuple[Shape, Shape] | None:
     """The `free_axes` of a `dot_general`; `None` of any other contraction."""
     numbers = dot_numbers(params)
     is_ragged = "ragged_dot_dimension_numbers" in params
-    return None if numbers is None or is_ragged else free_axes(numbers, shapes)
+    return None if numbers is None or is_ragged else free_axes(numbers, avals)
 
 
-def free_axes(numbers: Any, shapes: Sequence[Shape]) -> tuple[Shape, Shape]:
+def free_axes(numbers: Any, avals: Sequence[Any]) -> tuple[Shape, Shape]:
     """The lengths of the axes of both operands that come up in the result once each.
 
     The gradient of one operand sums over those of the other."""
     contracted, batch = numbers
-    lhs, rhs = (
-        rest(shape, (*contracted[i], *batch[i])) for i, shape in enumerate(shapes[:2])
-    )
+    lhs, rhs = (rest(avals[i].shape, (*contracted[i], *batch[i])) for i in (0, 1))
     return lhs, rhs
 
 

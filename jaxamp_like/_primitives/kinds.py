@@ -115,7 +115,7 @@ def is_cheap(eqn: Eqn) -> bool:
     """Whether an equation costs no more to run twice than its results cost to keep."""
     if eqn.primitive.name not in CONTRACTIONS:
         return eqn.primitive.name in CHEAP
-    return not is_contraction(eqn.params, [atom.aval.shape for atom in eqn.invars])
+    return not is_contraction(eqn.params, [atom.aval for atom in eqn.invars])
 
 
 def is_statistic(eqn: Eqn) -> bool:

@@ -283,15 +283,7 @@ _OPAQUE = """reduce reduce_window select_and_scatter select_and_scatter_add scat
 def _fixed() -> Iterator[tuple[str, Row]]:
     yield "custom_linear_solve", Row(Kind.SOLVER)
     yield "axis_index", Row(Kind.FIXED, fixed=True, local=True)
-    groups = (
-        _SOURCES,
-        _NO_KERNEL,
-        _KERNELS,
-        _SPARSE,
-        _ASYNCHRONOUS,
-        _OUTSIDE,
-        _OPAQUE,
-    )
+    groups = (_SOURCES, _NO_KERNEL, _KERNELS, _SPARSE, _ASYNCHRONOUS, _OUTSIDE, _OPAQUE)
     yield from ((names, Row(Kind.FIXED, fixed=True)) for names in groups)
 
 

@@ -14,14 +14,14 @@ from .._rules.user_rules import display_name, is_made_by_calling, is_number
 _FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
 
 
-def float8_dtype(value: Any, argument: str) -> DType:
+def float8_grad_dtype(value: Any) -> DType:
     try:
         name = jnp.dtype(value).name
     except (TypeError, ValueError):
         name = None
     if name not in _FLOAT8:
         raise ValueError(
-            f"`{argument}` must be one of the formats that matrix units of GPUs read, "
+            "`grad_dtype` must be one of the formats that matrix units of GPUs read, "
             f"{' or '.join(map(repr, _FLOAT8))}, but got {value!r}."
         )
     return jnp.dtype(name)

@@ -3,6 +3,7 @@
 A scale that is the same along the axes that are summed over can be taken out of the
 sum, and multiplies the result."""
 
+from collections.abc import Sequence
 from math import prod
 from typing import Any, NamedTuple
 
@@ -124,12 +125,14 @@ def scale_onto_result(scale: Any, axes: Axes, result: Any) -> Any:
     return sharded_like(scale, result)
 
 
-def matmul_sizes(params: dict[str, Any], shapes: Any) -> tuple[int, int, int] | None:
+def matmul_sizes(
+    params: dict[str, Any], avals: Sequence[Any]
+) -> tuple[int, int, int] | None:
     """Rows, columns and summed length of the matrix product that a contraction is.
 
     For a batch of products, they are those of one; `None` if a length is symbolic. The
     rows of a convolution are all places of all examples."""
-    lhs, rhs = shapes[:2]
+    lhs, rhs = (aval.shape for aval in avals[:2])
     if (numbers := dot_numbers(params)) is not None:
         contracted, batch = numbers
         ragged = params.get("ragged_dot_dimension_numbers")

@@ -13,11 +13,7 @@ from .._rules.bilinear import bilinear
 from .._rules.passes import CastPass, Pass, in_compute_dtype
 from .._rules.weights import gradient_of, is_parameter, weight_side
 from .axes import Axes, site_axes
-from .block_dot import (
-    contraction_of_blocks,
-    is_emulated,
-    turned_contraction_of_blocks,
-)
+from .block_dot import contraction_of_blocks, is_emulated, turned_contraction_of_blocks
 from .blocks import BlockRounding
 from .explicit import along_axes, why_not_along_axes
 from .passes import RoundedContraction, Rounding
@@ -84,7 +80,7 @@ class BlockScaled(Quantising):
         why = why_no_weight_gradient(site)
         if self.weight_gradient == "compute" and why is not None:
             return why
-        if not has_lengths(summed_axes(site.params, [x.shape for x in site.avals])):
+        if not has_lengths(summed_axes(site.params, site.avals)):
             return "sums of a length that is not known can't be cut into blocks"
         return super().why_not(site)
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import prod
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -67,24 +67,6 @@ def restored_rows(values: Any, scales: Any) -> Any:
     """Values times the scales of their blocks, in float32, as they are contracted."""
     size = values.shape[-1] // scales.shape[-1]
     return values.astype(_FLOAT32) * jnp.repeat(scales.astype(_FLOAT32), size, axis=-1)
-
-
-class BlockRounding(Protocol):
-    """How an array is rounded to blocks: a named tuple."""
-
-    @property
-    def size(self) -> int:
-        """How many numbers share a scale."""
-        ...
-
-    @property
-    def axes(self) -> Axes: ...
-
-    def along(self, axes: Axes) -> "BlockRounding": ...
-
-    def batched(self, ndim: int) -> "BlockRounding": ...
-
-    def __call__(self, x: Any) -> Blocks: ...
 
 
 class PowerOfTwoBlocks(NamedTuple):
@@ -219,7 +201,8 @@ class TensorScaledBlocks(NamedTuple):
 _E4M3, _E2M1 = np.float32(448), np.float32(6)  # the largest numbers of the formats
 
 
-BLOCK_ROUNDINGS = PowerOfTwoBlocks, TensorScaledBlocks
+BlockRounding = PowerOfTwoBlocks | TensorScaledBlocks
+"""How an array is rounded to blocks."""
 
 
 def _largest_of_rows(amax: Any, size: int) -> Any:

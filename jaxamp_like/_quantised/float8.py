@@ -14,7 +14,7 @@ from .._rules import Decision, EightBits, Rule, Site
 from .._rules.bilinear import as_it_is, bilinear
 from .._rules.passes import CastPass, Pass
 from .._rules.weights import weight_side
-from .arguments import float8_dtype
+from .arguments import float8_grad_dtype
 from .axes import scale_onto_result, site_axes
 from .delayed import ScaleRequest, contraction_by_delayed_scales
 from .passes import RoundedContraction, Rounding, SavedRoundedPass
@@ -58,7 +58,7 @@ class Float8(Quantising):
     amax_history_length: int = DEFAULT_LENGTH
 
     def __post_init__(self) -> None:
-        grad_dtype = float8_dtype(self.grad_dtype, "grad_dtype")
+        grad_dtype = float8_grad_dtype(self.grad_dtype)
         object.__setattr__(self, "grad_dtype", grad_dtype)
         super().__post_init__()
         length = self.amax_history_length
@@ -284,7 +284,7 @@ def float8(
         where,
         leave,
         parameters_only,
-        float8_dtype(grad_dtype, "grad_dtype"),
+        float8_grad_dtype(grad_dtype),
         weight_gradient,
         granularity,
         keep,

@@ -25,35 +25,6 @@ from .blocks import Blocks, PowerOfTwoBlocks
 _WHOLE = WHOLE_VIEWS - {"broadcast_in_dim", "tile"} | {"pvary"}
 
 
-class GatheredNumbers(Protocol):
-    """Numbers that are to be made of a value before it is gathered: a named tuple.
-
-    Attributes:
-        dtype: that of the numbers.
-        rounds_parameters_in_full: whether a parameter is rounded as it comes, and not
-            cast to the compute dtype before."""
-
-    @property
-    def dtype(self) -> DType: ...
-
-    @property
-    def rounds_parameters_in_full(self) -> bool: ...
-
-    def before(self, eqn: Eqn) -> "GatheredNumbers | None":
-        """What to make of the operand of `eqn`, so that moving it gives these numbers.
-
-        It is `None` where no numbers of the operand do."""
-        ...
-
-    def made(self, x: Any) -> Any:
-        """These numbers of a value at hand."""
-        ...
-
-    def moved(self, eqn: Eqn, numbers: Any) -> Any:
-        """These numbers, from those that `before` says of the operand of `eqn`."""
-        ...
-
-
 @runtime_checkable
 class ByMaxima(Protocol):
     """A rounding by scales that follow from the largest magnitudes of an array.
@@ -98,9 +69,13 @@ class ScaledNumbers(NamedTuple):
 
     @property
     def rounds_parameters_in_full(self) -> bool:
+        """Whether a parameter is rounded as it comes, not in the compute dtype."""
         return True
 
     def before(self, eqn: Eqn) -> "ScaledNumbers | None":
+        """What to make of the operand of `eqn`, so that moving it gives these numbers.
+
+        It is `None` where no numbers of the operand do."""
         name, axes = eqn.primitive.name, self.how.axes
         if name in GATHERING:
             return self._before_gather(eqn)
@@ -130,9 +105,11 @@ class ScaledNumbers(NamedTuple):
         return axes is None or eqn.params["all_gather_dimension"] in axes
 
     def made(self, x: Any) -> Any:
+        """These numbers of a value at hand."""
         return jax.tree.map(constant, _rounded(constant(x), self.how, self.names))
 
     def moved(self, eqn: Eqn, numbers: Any) -> Any:
+        """These numbers, from those that `before` says of the operand of `eqn`."""
         values, *scales = numbers
         scales = [self._moved_scale(eqn, scale) for scale in scales]
         return type(numbers)(gathered(eqn, values), *scales)
@@ -212,6 +189,10 @@ class BlockNumbers(NamedTuple):
 @functools.partial(jax.jit, static_argnums=1)
 def _in_blocks(x: Any, how: PowerOfTwoBlocks) -> Blocks:
     return how(x)
+
+
+GatheredNumbers = ScaledNumbers | BlockNumbers
+"""Numbers that are to be made of a value before it is gathered."""
 
 
 def _device_axes(eqn: Eqn) -> tuple[str, ...] | None:

@@ -278,7 +278,7 @@ class Int4(Quantising):
             return "int4 rounds too coarsely for a gradient"
         if (why := super().why_not(site)) is not None:
             return why
-        if not has_lengths(summed_axes(site.params, [x.shape for x in site.avals])):
+        if not has_lengths(summed_axes(site.params, site.avals)):
             return "sums of a length that is not known can't be cut into groups"
         return why_not_along_axes([site.avals[weight_side(site)]], "groups")
 
@@ -372,7 +372,7 @@ def _parts(site: Site) -> int:
     be divided."""
     if (number := rows_of_weight(site)) is None:
         return 1
-    summed = prod(summed_axes(site.params, [aval.shape for aval in site.avals]))
+    summed = prod(summed_axes(site.params, site.avals))
     few_enough = (
         parts
         for parts in range(1, _MOST_PARTS + 1)

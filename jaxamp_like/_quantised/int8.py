@@ -149,7 +149,7 @@ class Int8(Quantising):
         """Why its sums are not made in int32, if they might overflow there."""
         if self.weight_only:
             return None
-        terms = summed_axes(site.params, [aval.shape for aval in site.avals])
+        terms = summed_axes(site.params, site.avals)
         if not all(isinstance(d, int) for d in terms):
             return "sums of a length that is not known may leave the range of int32"
         if (length := prod(terms)) <= MOST_TERMS:
@@ -315,11 +315,5 @@ def int8(
     arXiv:2211.10438; straight-through gradients after Bengio et al.,
     arXiv:1308.3432."""
     return Int8(
-        where,
-        leave,
-        parameters_only,
-        weight_only,
-        activation_max,
-        migration,
-        epsilon,
+        where, leave, parameters_only, weight_only, activation_max, migration, epsilon
     )

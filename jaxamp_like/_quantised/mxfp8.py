@@ -10,7 +10,7 @@ from jax.typing import DTypeLike
 from .._dtypes import DType
 from .._errors import listing_arguments
 from .._rules import Rule, Site
-from .arguments import float8_dtype
+from .arguments import float8_grad_dtype
 from .axes import Axes
 from .block_scaled import BlockScaled, Side
 from .blocks import PowerOfTwoBlocks
@@ -32,7 +32,7 @@ class Mxfp8(BlockScaled):
     scale_rounding: Literal["up", "down"] = "up"
 
     def __post_init__(self) -> None:
-        grad_dtype = float8_dtype(self.grad_dtype, "grad_dtype")
+        grad_dtype = float8_grad_dtype(self.grad_dtype)
         object.__setattr__(self, "grad_dtype", grad_dtype)
         if self.scale_rounding not in ("up", "down"):
             raise ValueError(
@@ -112,6 +112,6 @@ def mxfp8(
         parameters_only,
         weight_gradient,
         emulate,
-        float8_dtype(grad_dtype, "grad_dtype"),
+        float8_grad_dtype(grad_dtype),
         scale_rounding,
     )

@@ -26,7 +26,7 @@ def rows_of_weight(site: Site) -> int | None:
     numbers, weight = dot_numbers(site.params), weight_side(site)
     if numbers is None or numbers[1][0] or is_explicitly_sharded(site.avals[weight]):
         return None
-    sizes = matmul_sizes(site.params, [aval.shape for aval in site.avals])
+    sizes = matmul_sizes(site.params, site.avals)
     if sizes is None:
         return None
     return sizes[weight] if sizes[1 - weight] == 1 else None

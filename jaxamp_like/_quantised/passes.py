@@ -124,8 +124,7 @@ class RoundingPass(Pass):
     ) -> Any:
         is_sharded = any(is_explicitly_sharded(jax.typeof(x)) for x in operands)
         if is_sharded and not self.rounds_sharded:
-            hook = by_casts((self.low, self.low), self.low)
-            return hook(primitive, params, operands, moving)
+            return _in_compute_dtype(self)(primitive, params, operands, moving)
         axes = operand_axes(params, (operands[0].ndim, operands[1].ndim))
         fn, both, numbers = bilinear(primitive, params, moving=0), [], []
         for i, one in enumerate(axes):

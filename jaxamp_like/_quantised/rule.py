@@ -38,7 +38,7 @@ from .._rules.passes import CastPass, Pass, in_compute_dtype
 from .._rules.weights import gradient_of, is_parameter, weight_side
 from .arguments import as_patterns, predicate_or_none
 from .axes import matmul_sizes, site_axes
-from .blocks import BLOCK_ROUNDINGS
+from .blocks import BlockRounding
 from .gathered import ForEachPass
 from .passes import (
     RoundedContraction,
@@ -113,8 +113,7 @@ class Quantising(Rule):
         is_dot = dot_numbers(params) is not None
         if not is_dot and not hasattr(params.get("dimension_numbers"), "rhs_spec"):
             return self  # of another primitive: see `decide`
-        shapes = [aval.shape for aval in avals]
-        return self if is_contraction(params, shapes) else compute_in_full
+        return self if is_contraction(params, avals) else compute_in_full
 
     def demand(self, params: dict[str, Any], wanted: Demand) -> Demand:
         return Demand.LOW
@@ -141,10 +140,8 @@ class Quantising(Rule):
 
     def quantise(self, site: Site) -> Decision:
         """The decision for a contraction that is quantised."""
-        compute, quantisers = (
-            in_compute_dtype(site, low_of(site)),
-            self.quantisers(site),
-        )
+        compute = in_compute_dtype(site, low_of(site))
+        quantisers = self.quantisers(site)
         gradients = self.gradients(site, compute)
         bind = rounded_contraction(self.forward(site), gradients, compute, quantisers)
         # The gradient of one operand reads the other one.
@@ -235,8 +232,7 @@ class Quantising(Rule):
         name = site.primitive.name
         if name not in self.primitives:
             return f"there are no 8-bit kernels of {name}"
-        shapes = [aval.shape for aval in site.avals]
-        if not is_contraction(site.params, shapes):
+        if not is_contraction(site.params, site.avals):
             return "a product that sums nothing"
         if any(a is None or a.itemsize == 8 for a in site.authors[:2]):
             return "its operands are no floats of 32 bits or less"
@@ -253,7 +249,7 @@ class Quantising(Rule):
                 return f"{NO_PARAMETER}, as of attention's scores"
             return NOT_OF_PARAMETERS
         if not self._is_wanted(site):
-            lengths = matmul_sizes(site.params, shapes)
+            lengths = matmul_sizes(site.params, site.avals)
             size = "" if lengths is None else f"{' x '.join(map(str, lengths))} is "
             return f"{size}not {name_of(self.where)}"
         return None
@@ -301,8 +297,7 @@ def gradient_sums(site: Site) -> tuple[Shape, Shape]:
     """The lengths that the gradients of a `dot_general`'s operands sum over.
 
     They are those of the free axes of the other operand."""
-    shapes = [aval.shape for aval in site.avals]
-    lhs, rhs = free_axes(dot_numbers(site.params), shapes)
+    lhs, rhs = free_axes(dot_numbers(site.params), site.avals)
     return rhs, lhs
 
 
@@ -360,7 +355,7 @@ class Prequantise(NamedTuple):
         """See `Quantiser`. Gradients of other formats than blocks round by themselves.
 
         What is made here and nobody reads, XLA leaves out."""
-        if self.for_gradient is None or not isinstance(self.how, BLOCK_ROUNDINGS):
+        if self.for_gradient is None or not isinstance(self.how, BlockRounding):
             return self(x)
         return ForEachPass(self(x), Prequantise(self.for_gradient)(x))
 

@@ -126,10 +126,7 @@ def site_of_product(site: Site, windows: Windows) -> Site:
     def product(lhs, rhs):
         both = windows.operands(lhs, rhs)
         return lax.dot_general(
-            *both,
-            windows.numbers,
-            precision=precision,
-            preferred_element_type=wider,
+            *both, windows.numbers, precision=precision, preferred_element_type=wider
         )
 
     # By shapes alone: over which devices of a `shard_map` operands vary is no matter.

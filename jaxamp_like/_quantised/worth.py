@@ -40,7 +40,7 @@ def worth_eight_bits(
 
 
 def _worth_eight_bits(site: Site, side: int, volume: int, multiple_of: int) -> bool:
-    lengths = matmul_sizes(site.params, [aval.shape for aval in site.avals])
+    lengths = matmul_sizes(site.params, site.avals)
     if lengths is None:
         return True
     rows, columns, summed = lengths

@@ -1,5 +1,6 @@
 """A call that is traced instead of run, as a function of its arrays alone."""
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import compress
@@ -93,6 +94,14 @@ def _trace(fn: Any, arrays: Sequence[Any], recorder: Recorder, name: str) -> Jax
         except Exception as e:
             e.add_note(f"While tracing {name!r} for a report; it was not run.")
             raise
+
+
+def function_name(fn: Any) -> str:
+    """What a function is called; a `functools.partial` is called as what it calls."""
+    while isinstance(fn, functools.partial):
+        fn = fn.func
+    name = getattr(fn, "__name__", None)  # of some callables, it is no string
+    return name if isinstance(name, str) else type(fn).__name__
 
 
 def flat_call(

@@ -17,7 +17,7 @@ from .._policies.mistakes import refuse_what_is_no_function
 from .._policies.settings import reading_for_no_amp
 from .._rewrite.record import Recorder
 from .arguments import argument_records
-from .call import FlatCall, flat_call
+from .call import FlatCall, flat_call, function_name
 from .data.memory import ArgumentRecord
 
 _Report = TypeVar("_Report")
@@ -66,11 +66,7 @@ class ReportedFunction:
 
     @property
     def name(self) -> str:
-        fn = self.fn
-        while isinstance(fn, functools.partial):
-            fn = fn.func
-        name = getattr(fn, "__name__", None)  # of some callables, it is no string
-        return name if isinstance(name, str) else type(fn).__name__
+        return function_name(self.fn)
 
     def trace(
         self, args: Any, kwargs: Any, differentiates: bool = False

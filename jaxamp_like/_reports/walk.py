@@ -137,7 +137,7 @@ def flops(eqn: Eqn) -> int:
     if eqn.primitive.name == "conv_general_dilated":
         out = eqn.outvars[0].aval.shape
         return 2 * multiply_adds(eqn.params, lhs.shape, rhs.shape, out)
-    return 2 * size * prod(summed_axes(eqn.params, [lhs.shape, rhs.shape]))
+    return 2 * size * prod(summed_axes(eqn.params, [lhs, rhs]))
 
 
 def is_float_cast(eqn: Eqn) -> bool:
@@ -242,8 +242,8 @@ def residuals(
     Inputs of the program are live anyway and are left out."""
     inner = raw(jaxpr)
     made = {v: eqn for eqn in inner.eqns for v in eqn.outvars}
-    kept = (v for v in inner.outvars[num_outs:] if not isinstance(v, Literal))
-    live = [v for v in dict.fromkeys(kept) if v in made]
+    kept = dict.fromkeys(variables(inner.outvars[num_outs:]))
+    live = [v for v in kept if v in made]
     return tuple(
         _saved(v, made[v], ReportContext().at(made[v], steps), steps) for v in live
     )

@@ -1,7 +1,7 @@
 """Binding: emits the equations of a plan, each in the precision that was decided."""
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -9,16 +9,7 @@ import numpy as np
 from jax import lax
 
 from .._dtypes import DType, bits, cast, cast_all, has_range
-from .._jax import (
-    Atom,
-    Jaxpr,
-    Literal,
-    as_array,
-    consts,
-    eqn_context,
-    rebind,
-    trace,
-)
+from .._jax import Atom, Jaxpr, Literal, as_array, consts, eqn_context, rebind, trace
 from .._primitives import BROADCASTING, PLACING, REDUCTIONS, is_cheap, is_statistic
 from .._primitives.matmul_precision import (
     setting,
@@ -27,6 +18,7 @@ from .._primitives.matmul_precision import (
     without_setting,
 )
 from .._rules import Demand, RematSource, author_dtype, saved, saved_on_tpus
+from .._rules.bilinear import in_dtype
 from .._rules.low_bits import LowBits, copy_of
 from .._structural import Facts, Plan, Scope, Step
 from .._structural.base import dtypes_of
@@ -162,11 +154,9 @@ class Binder:
         It is made once, since JAX finds compiled code by the identity of inner jaxprs.
         Only with `hoisted_weights` it is made each time: these values become its
         constants."""
-        if hoisted_weights:
-            return self._closed(
-                InnerProgram(plan, jaxpr, dtypes, self.remat_mode), hoisted_weights
-            )
         first = InnerProgram(plan, jaxpr, dtypes, self.remat_mode)
+        if hoisted_weights:
+            return self._closed(first, hoisted_weights)
         calls: dict[Any, InnerProgram] = {}  # those inside of it too, at any depth
         todo = [first]
         while todo:
@@ -183,11 +173,8 @@ class Binder:
     def _closed(
         self, call: "InnerProgram", hoisted_weights: HoistedWeights | None = None
     ) -> Jaxpr:
-        plan, values, binder = (
-            call.plan,
-            consts(call.jaxpr),
-            self.with_env({}, call.remat_mode),
-        )
+        plan, values = call.plan, consts(call.jaxpr)
+        binder = self.with_env({}, call.remat_mode)
 
         def rewritten(*args):
             outs = binder.run(plan, values, args, hoisted_weights=hoisted_weights)
@@ -207,6 +194,7 @@ class Binder:
 
     @property
     def has_regions(self) -> bool:
+        """Whether cheap steps stand in remat regions, to be recomputed."""
         return self.remat_mode.has_regions
 
     def in_loop(self) -> "Binder":
@@ -353,6 +341,7 @@ class Binder:
         return self.casts[var, dtype]
 
     def bind(self, step: Step) -> list[Any]:
+        """Binds a step, as it was decided."""
         with in_step_scope(self.gathering.gathers.told.get(step, step)):
             return self._bind(step)
 
@@ -360,11 +349,10 @@ class Binder:
         eqn, decision = step.eqn, step.decision
         # The casts of operands belong to the op that reads them.
         with eqn_context(eqn):
-            if step.opaque or step.handler is not None:
-                pairs = zip(eqn.invars, decision.reads, strict=True)
-                operands = [self.read(atom, dtype) for atom, dtype in pairs]
-            else:
+            if step.handler is None and not step.opaque:
                 return self._bind_leaf(step)
+            pairs = zip(eqn.invars, decision.reads, strict=True)
+            operands = [self.read(atom, dtype) for atom, dtype in pairs]
         if step.handler is not None:
             self.gathering.hand_on(self, step)
             outs = step.handler.bind(self, step, operands)
@@ -395,11 +383,8 @@ class Binder:
             for i in range(len(eqn.invars))
         ]
         self.views.remember(step)
-        rounded_cotangents = [
-            self.rounded_cotangents[v]
-            for v in eqn.outvars
-            if v in self.rounded_cotangents
-        ]
+        cotangents = self.rounded_cotangents
+        rounded_cotangents = [cotangents[v] for v in eqn.outvars if v in cotangents]
         branch = next(iter(rounded_cotangents), None)
         if decision.bind is not None:
             quantised = self._quantised_operands(step, operands)
@@ -417,13 +402,12 @@ class Binder:
         outs = outs if isinstance(outs, tuple | list) else [outs]
         if self.remat_mode == RematMode.SAVE_STATISTICS and is_statistic(eqn):
             outs = list(map(saved_on_tpus, outs))
-        if self.remat_mode == RematMode.SAVE_REDUCTIONS:
-            if eqn.primitive.name in REDUCTIONS:
-                outs = list(map(saved, outs))
+        is_reduction = eqn.primitive.name in REDUCTIONS
+        if self.remat_mode == RematMode.SAVE_REDUCTIONS and is_reduction:
+            outs = list(map(saved, outs))
         if step.is_compute:
-            outs = list(
-                map(rounded_for_all_readers, outs, (v.aval for v in eqn.outvars))
-            )
+            avals = [v.aval for v in eqn.outvars]
+            outs = list(map(rounded_for_all_readers, outs, avals))
         if rounded_cotangents and branch is None:
             # A value that is looked up has readers of all kinds: the sum of their
             # cotangents is rounded only to a dtype that has the range of the value's.
@@ -439,18 +423,14 @@ class Binder:
 
         Readers are the iterations of a loop, or steps of this program."""
         self.gathering.hand_on(self, step)
-        pairs = enumerate(zip(step.decision.quantisers, operands, strict=False))
-        quantised = tuple(
-            self._quantised_operand(step, i, how, x) for i, (how, x) in pairs
-        )
+        pairs = enumerate(operands[: len(step.decision.quantisers)])
+        quantised = tuple(self._quantised_operand(step, i, x) for i, x in pairs)
         return {"quantised": quantised} if any(x is not None for x in quantised) else {}
 
-    def _quantised_operand(
-        self, step: Step, i: int, how: Callable[[Any], Any] | None, operand: Any
-    ) -> Any:
+    def _quantised_operand(self, step: Step, i: int, operand: Any) -> Any:
         if (step, i) in self.hoisted_weights:
             return self.hoisted_weights[step, i]
-        key = step.quantised_operand_key(i)
+        how, key = step.decision.quantisers[i], step.quantised_operand_key(i)
         if how is None or key not in self.shared_quantised:
             return None
         if key not in self.quantised_operands:
@@ -458,6 +438,7 @@ class Binder:
         return self.quantised_operands[key]
 
     def operand(self, step: Step, i: int) -> Any:
+        """An operand in the dtype in which its step reads it."""
         atom, dtype = step.eqn.invars[i], step.decision.reads[i]
         if isinstance(atom, Literal) or dtype is None or self.env[atom].dtype == dtype:
             return self.read(atom, dtype)
@@ -498,10 +479,8 @@ class Binder:
 
     def is_hoisted_cast(self, atom: Atom, dtype: DType | None) -> bool:
         """Whether the cast of the input that `atom` shows was made before the loop."""
-        return any(
-            (root, dtype) in self.hoisted_casts
-            for root in self.views.inputs_of([atom])[0]
-        )
+        roots, _ = self.views.inputs_of([atom])
+        return any((root, dtype) in self.hoisted_casts for root in roots)
 
     def _cast_through_views(self, atom: Any, dtype: DType) -> Any:
         """The cast of `atom` or, if that is a view, the view of a cast.
@@ -544,25 +523,19 @@ class InnerProgram(NamedTuple):
 
     def inner_programs(self) -> Iterator["InnerProgram"]:
         """The programs that are closed where this one is bound."""
-        units = schedule_of(self.plan, self.remat_mode.has_regions).units
-        for unit in (
-            map(as_region, units)
-            if self.remat_mode == RematMode.REGIONS_UNDER_POLICY
-            else units
-        ):
-            is_region = isinstance(unit, Region)
-            both = (
-                (RematMode.RECOMPUTED, unit.recomputed_mode)
-                if is_region
-                else (self.remat_mode,)
-            )
-            for step in unit.steps if is_region else (unit,):
+        for unit in schedule_of(self.plan, self.remat_mode.has_regions).units:
+            if self.remat_mode == RematMode.REGIONS_UNDER_POLICY:
+                unit = as_region(unit)
+            if isinstance(unit, Region):
+                steps, modes = unit.steps, (RematMode.RECOMPUTED, unit.recomputed_mode)
+            else:
+                steps, modes = (unit,), (self.remat_mode,)
+            for step in steps:
                 if step.handler is not None and step.handler.is_closed:
-                    (inner,), dtypes = step.inner, dtypes_of(step.decision.out_facts)
-                    for mode in both:
-                        yield InnerProgram(
-                            inner, step.eqn.params["jaxpr"], dtypes, mode
-                        )
+                    (inner,), jaxpr = step.inner, step.eqn.params["jaxpr"]
+                    dtypes = dtypes_of(step.decision.out_facts)
+                    for mode in modes:
+                        yield InnerProgram(inner, jaxpr, dtypes, mode)
 
 
 def _as_decided(step: Step, outs: Sequence[Any]) -> list[Any]:
@@ -574,10 +547,8 @@ def _as_decided(step: Step, outs: Sequence[Any]) -> list[Any]:
 def _avals_of(plan: Plan) -> list[Any]:
     """The inputs of a plan, in the dtypes that they come in."""
     return [
-        v.aval if fact is None else _with_dtype(v.aval, fact.dtype)
+        v.aval
+        if fact is None or fact.dtype == v.aval.dtype
+        else in_dtype(v.aval, fact.dtype)
         for v, fact in zip(plan.invars, plan.in_facts, strict=True)
     ]
-
-
-def _with_dtype(aval: Any, dtype: DType) -> Any:
-    return aval if aval.dtype == dtype else aval.update(dtype=dtype, weak_type=False)

@@ -57,11 +57,7 @@ class Cotangents:
     _contracting: Memo = field(default_factory=Memo)
 
     def of(
-        self,
-        jaxpr: Jaxpr,
-        given: Flags,
-        is_backward: bool,
-        is_rule: bool = False,
+        self, jaxpr: Jaxpr, given: Flags, is_backward: bool, is_rule: bool = False
     ) -> Sequence[Flags]:
         """For each equation of `jaxpr`, which of its operands are cotangents.
 

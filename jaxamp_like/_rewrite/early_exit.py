@@ -12,7 +12,7 @@ iterations, so one iteration is followed under the assumption that it has decide
 from collections.abc import Iterable, Sequence
 
 from .._dtypes import is_float
-from .._jax import Eqn, Jaxpr, Literal, raw, scopes, variables
+from .._jax import Eqn, Jaxpr, raw, scopes, variables
 from .._structural import Body, Scope
 from .flow import Flow
 from .inlined import (
@@ -130,7 +130,7 @@ def may_forward(flow: Flow, jaxpr: Jaxpr, scope: Scope, results: Iterable[int]) 
 
     This is a quick check: it looks only at equations that these results come from."""
     inner = raw(jaxpr)
-    asked = {x for i in results if not isinstance(x := inner.outvars[i], Literal)}
+    asked = set(variables(inner.outvars[i] for i in results))
     for eqn in reversed(inner.eqns):
         if asked.isdisjoint(eqn.outvars):
             continue

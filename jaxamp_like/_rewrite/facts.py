@@ -57,9 +57,7 @@ def _plain(value: float) -> float:
     return np.inf if np.isnan(value) else value
 
 
-def const_fact(
-    var: Any, const: Any, source: RematSource = RematSource.INPUT
-) -> Fact | None:
+def const_fact(var: Any, const: Any, source: RematSource) -> Fact | None:
     dtype = author_dtype(var.aval)
     if dtype is None:
         return None

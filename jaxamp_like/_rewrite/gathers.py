@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from .._jax import Literal, scan_arity
+from .._jax import Literal, scan_arity, variables
 from .._primitives import PLACING
 from .._quantised.gathered import (
     GatheredNumbers,
@@ -165,9 +165,8 @@ def _movers(plan: Plan) -> dict[Any, Step]:
 def _how_read(plan: Plan, movers: Mapping[Any, Step]) -> Mapping[Any, _Reads]:
     """How the results of movers are read, known from the end backwards."""
     reads: dict[Any, _Reads] = defaultdict(_Reads)
-    for atom in plan.outvars:
-        if not isinstance(atom, Literal):
-            reads[atom].whole = True
+    for v in variables(plan.outvars):
+        reads[v].whole = True
     for step in reversed(plan.steps):
         atoms, outs = step.eqn.invars, step.eqn.outvars
         if outs and movers.get(outs[0]) is step:

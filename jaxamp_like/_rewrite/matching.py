@@ -57,7 +57,7 @@ class Matching:
     def makes_low(self, eqn: Eqn, scope: Scope) -> bool:
         """Whether an equation may compute low, as any contraction is taken to."""
         if eqn.primitive.name in CONTRACTIONS:
-            return is_contraction(eqn.params, [a.aval.shape for a in eqn.invars])
+            return is_contraction(eqn.params, [a.aval for a in eqn.invars])
         return self.of_equation(eqn, scope).rule.may_compute_low
 
 

@@ -51,14 +51,10 @@ def _made_of(site: Site) -> Origin:
         return Origin.CONSTANT if is_free else Origin.DATA
     if name in LOOKUPS:
         return Origin.DATA
-    if name in CONTRACTIONS and is_contraction(site.params, _shapes(site.avals)):
+    if name in CONTRACTIONS and is_contraction(site.params, site.avals):
         is_free = all(fact.origin >= Origin.MADE for fact in facts)
         return Origin.MADE if is_free else Origin.DATA
     voting = [fact for fact in facts if fact.origin != Origin.CONSTANT]
     # A bias or a gain does not decide: what it is added to or multiplied with does.
     large = [f for f in voting if not f.is_broadcast or f.origin == Origin.DATA]
     return joined([fact.origin for fact in large or voting])
-
-
-def _shapes(avals: Sequence[Any]) -> list[Any]:
-    return [aval.shape for aval in avals]

@@ -32,6 +32,7 @@ from .._jax import (
     source_line,
     subjaxprs,
     to_classic,
+    variables,
 )
 from .._policies.classes import CLASSES
 from .._policies.dictionary import Lookup
@@ -213,9 +214,8 @@ class Planner:
         demand = self.demands.of_variables(inner, scope, wanted)
         readers = defaultdict(list)
         for eqn, atoms in ((None, inner.outvars), *((e, e.invars) for e in inner.eqns)):
-            for atom in atoms:
-                if not isinstance(atom, Literal):
-                    readers[atom].append(eqn)
+            for v in variables(atoms):
+                readers[v].append(eqn)
         read_often = shared(readers)
         is_backward = is_rule or self._is_backward
         cotangents = self.cotangents.of(jaxpr, given, is_backward, is_rule)
@@ -266,13 +266,7 @@ class Planner:
             with self._inside(eqn, site):
                 decision, inner = handler.decide(self, eqn, site)
             return Step(
-                eqn,
-                scope,
-                match,
-                decision,
-                inner,
-                handler,
-                backward=site.backward,
+                eqn, scope, match, decision, inner, handler, backward=site.backward
             )
         rule, opaque = self._rule(eqn, scope, match)
         try:
@@ -285,11 +279,9 @@ class Planner:
             raise AmpError(f"{what}\nWhile deciding on {where}.") from e
         decision = summed_once(site, decision)
         outs = as_asked(with_origins(site, decision.out_facts), self.gather_once)
-        decision = decision._replace(out_facts=outs)
         if not self.lean:  # lean remat regions are better handed what is low
-            decision = decision._replace(
-                out_facts=upcast_early(site, decision.out_facts)
-            )
+            outs = upcast_early(site, outs)
+        decision = decision._replace(out_facts=outs)
         decision = self._with_residual_bits(eqn, site, match, decision, opaque)
         cast = {
             i: fact.remat_source
@@ -385,9 +377,8 @@ class Planner:
         return match.rule, opaque
 
     def _report_unknown(self, eqn: Eqn, scope: Scope, what: str) -> None:
-        where = ", ".join(
-            filter(None, (f"scope {'/'.join(scope)!r}", source_line(eqn)))
-        )
+        places = f"scope {'/'.join(scope)!r}", source_line(eqn)
+        where = ", ".join(filter(None, places))
         warn_or_raise(
             f"`{describe(eqn)}` {what}, so it runs in the author's dtypes ({where}). "
             "To say that this is meant, put it under `amp_stop`, or give its primitive "

@@ -79,7 +79,7 @@ class ReachAnalysis(ABC):
         handler = self.handler(eqn, scope)
         return handler.bodies(eqn) if handler is not None else ()
 
-    def of_results(self, jaxpr: Jaxpr, scope: Scope = ()) -> Sequence[Reach]:
+    def of_results(self, jaxpr: Jaxpr, scope: Scope) -> Sequence[Reach]:
         """For each result, what reaches it.
 
         If the analysis follows control, the references that a program with effects may
@@ -169,7 +169,7 @@ class ReachAnalysis(ABC):
         inputs = [of_input(i) for i in range(len(eqn.invars))]
         return self.of_operands(eqn, bodies, scope, inputs)
 
-    def fixed_point(self, body: Body, scope: Scope = ()) -> Sequence[Reach]:
+    def fixed_point(self, body: Body, scope: Scope) -> Sequence[Reach]:
         """As `of_results`, after any number of iterations: by Kleene's algorithm."""
         loop = self._loop(body)
         known = self._known.of(body.jaxpr)

@@ -178,8 +178,7 @@ def bind_recomputing_casts(
             *values
         )
     run = binder.deduplicated(
-        code,
-        lambda: with_low_residuals(op, op, prevent_cse=False, is_apart=is_apart),
+        code, lambda: with_low_residuals(op, op, prevent_cse=False, is_apart=is_apart)
     )
     copies = binder.low_copies(roots, kept)
     copies += [None] * (len(values) - len(arrays) - len(copies))

@@ -70,7 +70,7 @@ class Solvers:
     makes_low: Callable[[Eqn, Scope], bool]
     _scoped: Memo = field(default_factory=Memo)
 
-    def with_solver_scopes(self, jaxpr: Jaxpr, scope: Scope = ()) -> Jaxpr:
+    def with_solver_scopes(self, jaxpr: Jaxpr, scope: Scope) -> Jaxpr:
         """`jaxpr` with its solvers in the scope `SOLVER`; itself, if it has none."""
         return (
             jaxpr

@@ -1,6 +1,7 @@
 """What the parts of binding ask of a binder: the values of a program, and how to bind.
 
-The class itself is in `bind`, which imports the modules that ask."""
+The class itself, with what each method does, is in `bind`: it imports the modules that
+ask."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
@@ -36,45 +37,25 @@ class StepBinder(Protocol):
     @property
     def with_env(self) -> NewBinder: ...
 
-    def bind(self, step: Step) -> list[Any]:
-        """Binds a step, as it was decided."""
-        ...
+    def bind(self, step: Step) -> list[Any]: ...
 
-    def apply(self, step: Step, given: dict[int, Any] | None = None) -> list[Any]:
-        """Casts the operands, but those that are `given`, and binds the primitive."""
-        ...
+    def apply(self, step: Step, given: dict[int, Any] | None = None) -> list[Any]: ...
 
-    def operand(self, step: Step, i: int) -> Any:
-        """An operand in the dtype in which its step reads it."""
-        ...
+    def operand(self, step: Step, i: int) -> Any: ...
 
-    def read(self, atom: Any, dtype: DType | None) -> Any:
-        """The value of `atom`, cast to `dtype` if that is given and differs."""
-        ...
+    def read(self, atom: Any, dtype: DType | None) -> Any: ...
 
-    def in_full(self, var: Any) -> Any:
-        """The value of `var` in the author's dtype, in which cotangents add up."""
-        ...
+    def in_full(self, var: Any) -> Any: ...
 
     def low_copies(
         self,
         variables: Iterable[Any],
         dtypes: Iterable[DType | None],
         bits: Mapping[Any, LowBits] = ...,
-    ) -> list[Any]:
-        """Low copies for the backward pass; `None` where no dtype is given.
+    ) -> list[Any]: ...
 
-        Those of variables in `bits` are in 8 bits."""
-        ...
+    def copy_in_8_bits(self, var: Any, dtype: DType | None, how: LowBits) -> Any: ...
 
-    def copy_in_8_bits(self, var: Any, dtype: DType | None, how: LowBits) -> Any:
-        """A copy of `var`, as it is read in `dtype`: one for all that read it so."""
-        ...
+    def shared_low_dtype(self, var: Any) -> DType | None: ...
 
-    def shared_low_dtype(self, var: Any) -> DType | None:
-        """The dtype of a low value that is read more than once, else `None`."""
-        ...
-
-    def is_hoisted_cast(self, atom: Atom, dtype: DType | None) -> bool:
-        """Whether the cast of the input that `atom` shows was made before the loop."""
-        ...
+    def is_hoisted_cast(self, atom: Atom, dtype: DType | None) -> bool: ...

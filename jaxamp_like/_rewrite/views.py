@@ -25,8 +25,7 @@ class Views:
     def remember(self, step: Step) -> None:
         if any(fact and fact.remat_source for fact in step.decision.out_facts):
             self.makers |= dict.fromkeys(step.eqn.outvars, step)
-            invars = step.eqn.invars
-            self.kept |= {atom for atom in invars if not isinstance(atom, Literal)}
+            self.kept.update(step.variables_read)
 
     def inputs_of(
         self, atoms: Sequence[Atom], follow: Callable[[Step], bool] = lambda view: True

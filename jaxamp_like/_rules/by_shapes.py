@@ -107,8 +107,7 @@ class ByShapes(DelegatingRule):
         if pattern is not None:
             return dict(self.rules)[pattern].for_equation(params, avals)
         rule = self.otherwise.for_equation(params, avals)
-        is_one = is_contraction(params, [aval.shape for aval in avals])
-        return OfUnknownShapes(rule) if is_one else rule
+        return OfUnknownShapes(rule) if is_contraction(params, avals) else rule
 
 
 @dataclass(frozen=True)

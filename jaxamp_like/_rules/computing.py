@@ -11,14 +11,7 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
-from .._dtypes import (
-    DType,
-    as_float_dtype,
-    bits,
-    has_range,
-    lowered,
-    widest,
-)
+from .._dtypes import DType, as_float_dtype, bits, has_range, lowered, widest
 from .._jax import SymbolicZero
 from .._primitives.matmul_precision import settled
 from .base import (

@@ -297,7 +297,7 @@ def _summed(site: Site) -> tuple[Any, ...]:
     name, params = site.primitive.name, site.params
     shape = getattr(site.avals[0], "shape", ()) if site.avals else ()
     if dot_numbers(params) is not None or name == "conv_general_dilated":
-        return summed_axes(params, [aval.shape for aval in site.avals])
+        return summed_axes(params, site.avals)
     if name in ("reduce_sum", "reduce_prod"):
         return at(shape, params["axes"])
     if name in ("cumsum", "cumprod", "cumlogsumexp"):

@@ -23,8 +23,7 @@ class Contract(Rule):
         return self.contraction.is_compute
 
     def for_equation(self, params: dict[str, Any], avals: Any) -> Rule:
-        shapes = [aval.shape for aval in avals]
-        return self.contraction if is_contraction(params, shapes) else self.product
+        return self.contraction if is_contraction(params, avals) else self.product
 
     def demand(self, params: dict[str, Any], wanted: Demand) -> Demand:
         return self.contraction.demand(params, wanted)
@@ -42,8 +41,7 @@ class MultiplyInFull(ComputeInFull):
 
     def decide(self, site: Site) -> Decision:
         decision = super().decide(site)
-        shapes = [aval.shape for aval in site.avals]
-        if not has_contracting_gradients(site.params, shapes):
+        if not has_contracting_gradients(site.params, site.avals):
             return decision
         reads = use_compute_precision.decide(site).reads
         if reads == site.authors or None in site.authors:

@@ -9,13 +9,7 @@ from jax import lax
 
 from .._errors import AmpError
 from .._primitives import CONTRACTIONS
-from . import (
-    Decision,
-    Rule,
-    Site,
-    use_original_precision,
-    why_as_written,
-)
+from . import Decision, Rule, Site, use_original_precision, why_as_written
 
 _FLOAT32 = jnp.dtype("float32")
 

@@ -7,22 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from .._dtypes import (
-    DType,
-    bits,
-    is_float,
-    lowered,
-    widest,
-)
+from .._dtypes import DType, bits, is_float, lowered, widest
 from .._errors import AmpError
-from .._primitives import (
-    FANNING_OUT,
-    LOCAL,
-    MOVES,
-    MOVING_VIEWS,
-    PLACING,
-    WHOLE_VIEWS,
-)
+from .._primitives import FANNING_OUT, LOCAL, MOVES, MOVING_VIEWS, PLACING, WHOLE_VIEWS
 from .base import (
     INPUT_SOURCES,
     Constants,
@@ -79,8 +66,7 @@ def _follow(site: Site) -> Decision:
         return in_full(Precision.FULL, "an input must stay in full precision")
     if precision == Precision.FULL:
         return in_full(
-            Precision.LOW,
-            "what it reads in full precision is smaller than the result",
+            Precision.LOW, "what it reads in full precision is smaller than the result"
         )
     if accumulates:
         return in_full(precision, "a loop carry accumulates in it")

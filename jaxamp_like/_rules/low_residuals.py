@@ -42,9 +42,7 @@ def with_low_residuals(
 
     @functools.cache  # one function, which JAX traces once
     def derivative(
-        active: tuple[int, ...],
-        dtypes: tuple[DType | None, ...],
-        has_copies: bool,
+        active: tuple[int, ...], dtypes: tuple[DType | None, ...], has_copies: bool
     ):
         def linear(residuals, tangents):
             read = [stand_in(*x) if _is_pair(x) else x for x in residuals]
@@ -72,7 +70,8 @@ def with_low_residuals(
             i: t for i, t in enumerate(of_operands) if not isinstance(t, SymbolicZero)
         }
         pairs = zip(operands, copies, strict=True)
-        residuals = [_residual(x, copy, mark_saved or _as_it_is) for x, copy in pairs]
+        mark = mark_saved or (lambda x: x)
+        residuals = [_residual(x, copy, mark) for x, copy in pairs]
         dtypes = tuple(author_dtype(jax.typeof(x)) for x in operands)
         linear = derivative(tuple(ts), dtypes, any(map(_is_pair, residuals)))
         value = differentiated_once()(operands, copies)
@@ -91,10 +90,6 @@ def _residual(x: Any, copy: Any, mark_saved: Callable[[Any], Any]) -> Any:
 
 def _is_pair(residual: Any) -> bool:
     return isinstance(residual, tuple)
-
-
-def _as_it_is(x: Any) -> Any:
-    return x
 
 
 def by_rules(fn: Callable[..., Any]) -> Callable[..., Any]:

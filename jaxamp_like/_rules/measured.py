@@ -73,6 +73,6 @@ class OfMeasuredShapes(DelegatingRule):
 
     def for_equation(self, params: dict[str, Any], avals: Sequence[Any]) -> Rule:
         is_known = pattern_of(self.patterns, params, avals) is not None
-        if is_known or not is_contraction(params, [aval.shape for aval in avals]):
+        if is_known or not is_contraction(params, avals):
             return self.rule.for_equation(params, avals)
         return Unmeasured(self.rule, shapes_of(params, avals))

@@ -31,10 +31,7 @@ class ComputeInFull(Rule):
     def decide(self, site: Site) -> Decision:
         outs = out_facts_of(site, None, Precision.LOW)
         return Decision(
-            site.authors,
-            site.params,
-            outs,
-            "computes in its author's dtype",
+            site.authors, site.params, outs, "computes in its author's dtype"
         )
 
 
@@ -91,7 +88,7 @@ class MoveExactly(Rule):
         if dtype is None or not all(known.exact_in(dtype) for known in constants):
             return compute_in_full.decide(site)
         reads = tuple(author and lowered(author, dtype) for author in site.authors)
-        outs = out_facts_of(site, dtype, _precision(fact for _, fact in floats))
+        outs = out_facts_of(site, dtype, max(fact.precision for _, fact in floats))
         return Decision(reads, site.params, outs, "moves data unchanged")
 
 
@@ -143,10 +140,6 @@ def _may_repeat(site: Site) -> bool:
     if site.partly_mapped and name not in VIEWS:
         return True  # what all examples share is repeated for each
     return may_repeat(name, site.params)
-
-
-def _precision(facts: Any) -> Precision:
-    return max(fact.precision for fact in facts)
 
 
 compute_in_full = ComputeInFull()

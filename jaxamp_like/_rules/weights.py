@@ -31,8 +31,7 @@ def weight_side(site: Site) -> int:
         fact.origin if fact is not None and is_parameter(fact) else Origin.DATA
         for fact in site.facts[:2]
     ]
-    shapes = [aval.shape for aval in site.avals[:2]]
-    is_free = [bool(axes) for axes in free_axes(dot_numbers(site.params), shapes)]
+    is_free = [bool(axes) for axes in free_axes(dot_numbers(site.params), site.avals)]
     for left, right in (origins, is_free):
         if left != right:
             return 0 if left > right else 1

@@ -10,6 +10,7 @@ from .base import (
     Plan as Plan,
     Scope as Scope,
     Step as Step,
+    steps_in as steps_in,
     steps_of as steps_of,
 )
 from .branches import bind_cond, cond_bodies, decide_cond

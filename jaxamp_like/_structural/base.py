@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from .._dtypes import DType
-from .._jax import Atom, Eqn, EqnContext, Jaxpr, Literal, raw
+from .._jax import Atom, Eqn, EqnContext, Jaxpr, Literal, raw, variables
 from .._rules import Decision, Demand, Fact, Match, RematSource, Site, author_dtype
 from .._rules.low_bits import LowBits
 
@@ -94,6 +94,11 @@ class Step:
     def is_compute(self) -> bool:
         return self.match.is_compute
 
+    @property
+    def variables_read(self) -> list[Any]:
+        """The variables that it reads, once for each operand."""
+        return variables(self.eqn.invars)
+
     @functools.cached_property
     def dedup_key(self) -> Hashable:
         """What determines how the step is bound, apart from its variables."""
@@ -159,57 +164,50 @@ class Plan:
 def steps_of(plan: Plan) -> Iterator[Step]:
     """The steps of a plan, at any depth."""
     for step in plan.steps:
-        yield step
-        for inner in step.inner:
-            yield from steps_of(inner)
+        yield from steps_in(step)
+
+
+def steps_in(step: Step) -> Iterator[Step]:
+    """A step and those of the programs that it holds, at any depth."""
+    yield step
+    for plan in step.inner:
+        yield from steps_of(plan)
 
 
 class Demands(Protocol):
-    """How values are read by what comes after them."""
+    """How values are read by what comes after them; see `_rewrite/demands.py`."""
 
     def of_body(
         self, body: Body, scope: Scope, outs: Sequence[Demand]
-    ) -> Sequence[Demand]:
-        """How the inputs of a body are read, whose results are read as `outs` says."""
-        ...
+    ) -> Sequence[Demand]: ...
 
     def of_operands(
         self, eqn: Eqn, bodies: Sequence[Body], scope: Scope, outs: Sequence[Demand]
-    ) -> Sequence[Demand]:
-        """How operands are read by the programs and the rule that an equation holds."""
-        ...
+    ) -> Sequence[Demand]: ...
 
     def with_conditions(
         self, bodies: Sequence[Body], scope: Scope, outs: Sequence[Demand]
-    ) -> Sequence[Demand]:
-        """How the results of an equation are read, the condition of a loop included."""
-        ...
+    ) -> Sequence[Demand]: ...
 
     def body_wanted(
         self, body: Body, scope: Scope, outs: Sequence[Demand]
-    ) -> list[Demand]:
-        """How the results of a body are read, outside or by the next iteration."""
-        ...
+    ) -> list[Demand]: ...
 
 
 class Accumulators(Protocol):
-    """Which carries of loops are sums."""
+    """Which carries of loops are sums; see `_rewrite/accumulators.py`."""
 
-    def must_stay_full(self, body: Body, scope: Scope) -> set[int]:
-        """The inputs of the body that no iteration may round."""
-        ...
+    def must_stay_full(self, body: Body, scope: Scope) -> set[int]: ...
 
 
 class Planner(Protocol):
-    """What plans the programs that an equation holds; its class is in `_rewrite`."""
+    """What plans the programs that an equation holds; see `_rewrite/planner.py`."""
 
     @property
     def lean(self) -> bool | str: ...
 
     @property
-    def saves(self) -> LowBits | None:
-        """How what is kept for the backward pass is kept in 8 bits, if it may be."""
-        ...
+    def saves(self) -> LowBits | None: ...
 
     @property
     def demands(self) -> Demands: ...
@@ -223,28 +221,18 @@ class Planner(Protocol):
         facts: Facts,
         scope: Scope = (),
         wanted: Sequence[Demand] = (),
-    ) -> Plan:
-        """Plans `jaxpr` for inputs of which `facts` are known.
+    ) -> Plan: ...
 
-        `wanted` says how its results are read; in full, if not given."""
-        ...
+    def placed(self, facts: Facts, params: dict[str, Any]) -> Facts: ...
 
-    def placed(self, facts: Facts, params: dict[str, Any]) -> Facts:
-        """The facts of a call's operands, given the `in_shardings` in its `params`."""
-        ...
-
-    def arithmetic_is_full(self, scope: Scope) -> bool:
-        """Whether arithmetic in `scope` computes in full, however operands are held."""
-        ...
+    def arithmetic_is_full(self, scope: Scope) -> bool: ...
 
 
 class ProgramBinder(Protocol):
-    """What binds plans on values; its class is in `_rewrite`."""
+    """What binds plans on values; see `_rewrite/bind.py`."""
 
     @property
-    def has_regions(self) -> bool:
-        """Whether cheap steps stand in remat regions, to be recomputed."""
-        ...
+    def has_regions(self) -> bool: ...
 
     def run(
         self,
@@ -253,12 +241,7 @@ class ProgramBinder(Protocol):
         args: Sequence[Any],
         hoisted_casts: dict[tuple[Any, DType], Any] | None = None,
         hoisted_weights: HoistedWeights | None = None,
-    ) -> list[Any]:
-        """Binds a whole plan; results are in the dtypes that they have.
-
-        `hoisted_casts` are casts of inputs that were made before a loop, and
-        `hoisted_weights` weights that were rounded there."""
-        ...
+    ) -> list[Any]: ...
 
     def close(
         self,
@@ -266,15 +249,11 @@ class ProgramBinder(Protocol):
         jaxpr: Jaxpr,
         dtypes: tuple[DType | None, ...],
         hoisted_weights: HoistedWeights | None = None,
-    ) -> Jaxpr:
-        """The rewritten jaxpr of a plan, with results in `dtypes`."""
-        ...
+    ) -> Jaxpr: ...
 
     def plan_traced(
         self, jaxpr: Jaxpr, facts: Facts, scope: Scope, wanted: Sequence[Demand]
-    ) -> tuple[Jaxpr, Plan]:
-        """A freshly traced program with the scopes that planning reads; its plan."""
-        ...
+    ) -> tuple[Jaxpr, Plan]: ...
 
     def rewrite(
         self,
@@ -284,67 +263,39 @@ class ProgramBinder(Protocol):
         scope: Scope,
         wanted: Sequence[Demand],
         cotangents: tuple[bool, ...] | None = None,
-    ) -> tuple[list[Any], Facts]:
-        """Plans a freshly traced program and binds it on `values`.
-
-        Returns the results and what is known of them."""
-        ...
+    ) -> tuple[list[Any], Facts]: ...
 
     def demands_of_rule(
         self, rule: Jaxpr | None, count: int, scope: Scope
-    ) -> Sequence[Demand]:
-        """How a rule reads its first `count` inputs; in full, if no rule is known."""
-        ...
+    ) -> Sequence[Demand]: ...
 
     @property
-    def is_straight_line(self) -> bool:
-        """Whether this is no loop and no rule, and nothing that is run again."""
-        ...
+    def is_straight_line(self) -> bool: ...
 
-    def inputs_in_8_bits(self, step: Step) -> Mapping[Any, LowBits]:
-        """What a checkpoint of the author's reads and is to keep in 8 bits."""
-        ...
+    def inputs_in_8_bits(self, step: Step) -> Mapping[Any, LowBits]: ...
 
     def low_copies(
         self,
         variables: Iterable[Any],
         dtypes: Iterable[DType | None],
         bits: Mapping[Any, LowBits] = ...,
-    ) -> list[Any]:
-        """Copies of values in the dtypes in which the backward pass keeps them.
+    ) -> list[Any]: ...
 
-        Those of variables in `bits` are in 8 bits."""
-        ...
-
-    def hoisted_weights_in(self, step: Step) -> HoistedWeights:
-        """The weights that a step's program reads and that a loop has rounded."""
-        ...
+    def hoisted_weights_in(self, step: Step) -> HoistedWeights: ...
 
     def hoist_weights(
         self, step: Step, fixed: dict[Any, Any], slices: dict[Any, Any]
-    ) -> tuple[HoistedWeights, HoistedWeights]:
-        """The weights that a loop reads, rounded before it: fixed ones, and slices."""
-        ...
+    ) -> tuple[HoistedWeights, HoistedWeights]: ...
 
-    def contraction_input_casts(self, plan: Plan) -> list[tuple[Any, DType]]:
-        """The inputs whose casts a plan's contractions read, with the dtypes."""
-        ...
+    def contraction_input_casts(self, plan: Plan) -> list[tuple[Any, DType]]: ...
 
-    def in_loop(self) -> "ProgramBinder":
-        """A binder for the bodies of a loop."""
-        ...
+    def in_loop(self) -> "ProgramBinder": ...
 
-    def in_rule(self) -> "ProgramBinder":
-        """A binder for derivative rules, whose authors chose what to keep."""
-        ...
+    def in_rule(self) -> "ProgramBinder": ...
 
-    def for_recomputation(self) -> "ProgramBinder":
-        """A binder for code that the backward pass runs again as a whole."""
-        ...
+    def for_recomputation(self) -> "ProgramBinder": ...
 
-    def under_policy(self) -> "ProgramBinder":
-        """A binder for code in a `jax.checkpoint` with a policy of what is kept."""
-        ...
+    def under_policy(self) -> "ProgramBinder": ...
 
 
 def decision_of(

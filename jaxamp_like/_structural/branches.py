@@ -3,15 +3,8 @@
 from typing import Any
 
 from .._dtypes import widest
-from .._jax import (
-    Eqn,
-    bind,
-    eqn_context,
-)
-from .._rules import (
-    Fact,
-    Site,
-)
+from .._jax import Eqn, bind, eqn_context
+from .._rules import Fact, Site
 from .._rules.weights import joined
 from .base import (
     Body,

@@ -6,15 +6,7 @@ import jax
 import numpy as np
 
 from .._dtypes import cast_all
-from .._jax import (
-    Eqn,
-    bind,
-    consts,
-    eqn_context,
-    open_jaxpr,
-    run_jaxpr,
-    subjaxprs,
-)
+from .._jax import Eqn, bind, consts, eqn_context, open_jaxpr, run_jaxpr, subjaxprs
 from .._primitives import holds_rule
 from .._rules import (
     Demand,
@@ -34,6 +26,7 @@ from .base import (
     as_results,
     decision_of,
     dtypes_of,
+    steps_of,
 )
 from .pinned import decide_pinned
 from .saved import SaveNamesToo
@@ -85,7 +78,7 @@ def decide_jit(planner: Planner, eqn: Eqn, site: Site):
     layouts = (*params.get("in_layouts", ()), *params.get("out_layouts", ()))
     if any(layout is not None for layout in layouts):
         return decide_pinned(planner, eqn, site)  # a layout belongs to a dtype
-    site = site._replace(facts=tuple(planner.placed(site.facts, params)))
+    site = site._replace(facts=planner.placed(site.facts, params))
     return decide_inline(planner, eqn, site)
 
 
@@ -163,10 +156,9 @@ def bind_remat(binder: ProgramBinder, step: Step, operands: list[Any]):
 
 def _names_kept(plan: Plan) -> frozenset[str]:
     """Names of scales that are kept, since making them again would reduce arrays."""
-    made = (step.decision.eight_bits for step in plan.steps)
-    own = {one.kept for one in made if one is not None and one.kept is not None}
-    return frozenset(own).union(
-        *(_names_kept(inner) for step in plan.steps for inner in step.inner)
+    made = (step.decision.eight_bits for step in steps_of(plan))
+    return frozenset(
+        one.kept for one in made if one is not None and one.kept is not None
     )
 
 

@@ -38,21 +38,8 @@ from .._jax import (
 )
 from .._primitives import RULED, holds_rule
 from .._primitives.matmul_precision import without_setting
-from .._rules import (
-    Demand,
-    Fact,
-    Origin,
-    Precision,
-    RematSource,
-    author_dtype,
-    of_some,
-)
-from .base import (
-    Facts,
-    ProgramBinder,
-    Step,
-    dtypes_of,
-)
+from .._rules import Demand, Fact, Origin, Precision, RematSource, author_dtype, of_some
+from .base import Facts, ProgramBinder, Step, dtypes_of
 from .calls import bind_inline
 from .zeros import (
     instantiated,
@@ -394,10 +381,8 @@ class _Backward:
         tells how the residuals are read. The backward pass uses the same program, so
         that the author's rule is called no more often than without `amp`."""
         fn = self._fn(set(), self._moved)
-        self.known, self._cotangent_avals = (
-            _traced(fn, [*self.avals, *cotangent_avals]),
-            cotangent_avals,
-        )
+        self.known = _traced(fn, [*self.avals, *cotangent_avals])
+        self._cotangent_avals = cotangent_avals
 
     def traced(
         self, cotangent_avals: Sequence[Any], zeros: set[int]
@@ -406,16 +391,12 @@ class _Backward:
 
         `cotangent_avals` are the avals of the cotangents, and `zeros` says which
         results have a cotangent of zero."""
-        if (
-            self.known is not None
-            and not zeros
-            and [*self._cotangent_avals] == [*cotangent_avals]
-        ):
+        is_ahead = not zeros and [*self._cotangent_avals] == [*cotangent_avals]
+        if self.known is not None and is_ahead:
             return self.known, self._moved
         moved: set[int] = set()
-        return trace_rule(
-            self._fn(zeros, moved), [*self.avals, *cotangent_avals]
-        ), moved
+        fn = self._fn(zeros, moved)
+        return trace_rule(fn, [*self.avals, *cotangent_avals]), moved
 
     def _fn(self, zeros: set[int], moved: set[int]) -> Callable[..., list[Any]]:
         count = len(self.avals)

@@ -22,13 +22,7 @@ from .._jax import (
     while_operands,
 )
 from .._primitives import VIEWS
-from .._rules import (
-    Demand,
-    Fact,
-    Precision,
-    Site,
-    held_in_full,
-)
+from .._rules import Demand, Fact, Precision, Site, held_in_full
 from .._rules.weights import joined
 from .base import (
     REMAT,
@@ -43,6 +37,7 @@ from .base import (
     as_results,
     decision_of,
     dtypes_of,
+    steps_of,
 )
 from .calls import bind_closed
 from .saved import is_marked_saved, mark_saved, save_marked
@@ -227,10 +222,7 @@ def _save_all_but_casts(casts: Iterable[tuple[Any, DType]]) -> Callable[..., boo
 
 def _holds_remat(plan: Plan) -> bool:
     """Whether some code in a plan is checkpointed by its author."""
-    return any(
-        step.eqn.primitive.name in REMAT or any(map(_holds_remat, step.inner))
-        for step in plan.steps
-    )
+    return any(step.eqn.primitive.name in REMAT for step in steps_of(plan))
 
 
 def bind_scan(binder: ProgramBinder, step: Step, operands: list[Any]):
@@ -257,10 +249,8 @@ def bind_scan(binder: ProgramBinder, step: Step, operands: list[Any]):
     )
     if not hoisted and not weights and not stacks:
         return bind_closed(binder, step, operands)
-    has_regions, binder = (
-        binder.has_regions,
-        binder.under_policy() if hoisted else binder,
-    )
+    has_regions = binder.has_regions
+    binder = binder.under_policy() if hoisted else binder
     dtypes = dtypes_of(step.decision.out_facts)
 
     def loop(operands, weights, stacks):

@@ -9,23 +9,9 @@ import jax
 from jax.custom_batching import custom_vmap
 
 from .._dtypes import cast_all
-from .._jax import (
-    call_vmap_rule,
-    consts,
-    eqn_context,
-    shard_map_options,
-    typeof,
-)
-from .._rules import (
-    Demand,
-    Fact,
-    author_dtype,
-)
-from .base import (
-    ProgramBinder,
-    Step,
-    dtypes_of,
-)
+from .._jax import call_vmap_rule, consts, eqn_context, shard_map_options, typeof
+from .._rules import Demand, Fact, author_dtype
+from .base import ProgramBinder, Step, dtypes_of
 from .derivatives import trace_rule
 
 

@@ -2,26 +2,9 @@
 
 from typing import Any
 
-from .._jax import (
-    Eqn,
-    raw,
-    rebind,
-    subjaxprs,
-)
-from .._rules import (
-    Fact,
-    Precision,
-    Site,
-    author_dtype,
-)
-from .base import (
-    Body,
-    Planner,
-    ProgramBinder,
-    Step,
-    author_facts,
-    decision_of,
-)
+from .._jax import Eqn, raw, rebind, subjaxprs
+from .._rules import Fact, Precision, Site, author_dtype
+from .base import Body, Planner, ProgramBinder, Step, author_facts, decision_of
 
 
 def decide_pinned(planner: Planner, eqn: Eqn, site: Site):

@@ -27,11 +27,7 @@ def compiled_memory(
     arrays = call.arrays if device is None else placed(call.arrays, device)
     # All arguments are in memory, whether they are read or not.
     jitted = jax.jit(call.fn, donate_argnums=_donated(jaxpr), keep_unused=True)
-    with (
-        recording(Recorder(as_written)),
-        traced_afresh(),
-        warnings.catch_warnings(),
-    ):
+    with recording(Recorder(as_written)), traced_afresh(), warnings.catch_warnings():
         # The function itself warns when it is run.
         warnings.filterwarnings("ignore", "Some donated buffers were not usable")
         compiled = jitted.lower(*arrays).compile()

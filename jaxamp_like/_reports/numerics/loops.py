@@ -201,12 +201,7 @@ def _shard_map(run: Run, eqn: Eqn, where: Location, operands: list[Pair]):
     return outs, {key: merge_parts(table) for key, table in parts.items()}
 
 
-HANDLERS = {
-    "scan": _scan,
-    "while": _while,
-    "cond": _cond,
-    "shard_map": _shard_map,
-}
+HANDLERS = {"scan": _scan, "while": _while, "cond": _cond, "shard_map": _shard_map}
 
 
 # Outside of compiled code, a short loop is run like all else: its iterations share the

@@ -8,9 +8,7 @@ from ..._rules.by_shapes import NO_ROW, ByShapes, shapes_of
 from ..._structural import Step
 from ..planner import Planner
 from ..solvers import without_solver_scope
-from .unmatched import place_of_step
-
-_MOST = 8  # shapes to list
+from .unmatched import first_of, place_of_step
 
 
 def reports_of_unknown_shapes(planner: Planner, steps: list[Step]) -> Iterator[str]:
@@ -37,13 +35,12 @@ def _reports(rule: ByShapes, steps: list[Step]) -> Iterator[str]:
     start = "`amp_policy` tells contractions apart by shapes"
     if unknown:
         shapes = [*dict.fromkeys(shapes_of(*_given(step)) for step in unknown)]
-        listed = ", ".join(shapes[:_MOST]) + ", ..." * (len(shapes) > _MOST)
         yield (
-            f"{start}, and says nothing of {place_of_step(unknown[0])} of {listed} "
-            f"({source_line(unknown[0].eqn)}): computed as written. It was made for "
-            f"{', '.join(patterns)}. Calibrate the function as it is now, with data of "
-            "these sizes; or, under `jax.grad`, make `amp` of the loss and "
-            "differentiate that."
+            f"{start}, and says nothing of {place_of_step(unknown[0])} of "
+            f"{first_of(shapes)} ({source_line(unknown[0].eqn)}): computed as written. "
+            f"It was made for {', '.join(patterns)}. Calibrate the function "
+            "as it is now, with data of these sizes; or, under `jax.grad`, make `amp` "
+            "of the loss and differentiate that."
         )
     if unused:
         rows, place = ", ".join(unused), place_of_step(steps[0])

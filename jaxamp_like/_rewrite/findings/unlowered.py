@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from ..._dtypes import DType, bits, is_float
 from ..._frameworks.modules import is_method_of_keras
-from ..._jax import Eqn, are_differentiated, raw, source_line, subjaxprs
+from ..._jax import Eqn, are_differentiated, equations, source_line, subjaxprs
 from ..._policies.dictionary import AMP_STOP, REWRITTEN, Key, Lookup, show_key
 from ..._policies.named import Policy
 from ..._primitives import CONTRACTIONS
@@ -157,16 +157,11 @@ def report_of_float32_over_amp(
 
 
 def _contractions(eqn: Eqn) -> Iterator[Eqn]:
-    if eqn.primitive.name in CONTRACTIONS:
-        yield eqn
-    for jaxpr in subjaxprs(eqn.params):
-        for inner in raw(jaxpr).eqns:
-            yield from _contractions(inner)
+    inside = (one for jaxpr in subjaxprs(eqn.params) for one in equations(jaxpr))
+    return (one for one in (eqn, *inside) if one.primitive.name in CONTRACTIONS)
 
 
-def reports_of_scopes_low_as_written(
-    steps: list[Step],
-) -> Iterator[tuple[Key, str]]:
+def reports_of_scopes_low_as_written(steps: list[Step]) -> Iterator[tuple[Key, str]]:
     """Each key that asks for float32 where 16 bits are written, and what to say."""
     found: dict[Key, list[Step]] = {}
     for step in steps:

@@ -27,7 +27,6 @@ from ..._structural import Plan, Step, derivative_of
 from ..planner import Planner
 from ..record import number_in
 
-_MOST = 8  # scopes to list
 _AS_IN_PYTHON = re.compile(r"""\w+([./]\w+|\[(\d+|'\w+'|"\w+")\])*""")
 _NONE_OF_IT = "The function has no such primitive: remove the key."
 
@@ -160,6 +159,11 @@ def without_amp_scopes(scope: Scope) -> Scope:
     return tuple(x for x in scope if x != REWRITTEN and number_in(x) is None)
 
 
+def first_of(items: Sequence[str]) -> str:
+    """The first few of some items, as a report lists them."""
+    return ", ".join(items[:8]) + ", ..." * (len(items) > 8)
+
+
 def place_of_step(step: Step) -> str:
     """Where a step stands, in words."""
     path = "/".join(without_amp_scopes(step.scope))
@@ -221,8 +225,7 @@ def _list(paths: dict[Scope, _Equation]) -> str:
             "The function has no scopes: put `with jax.named_scope(name):` around what "
             "the key is for; `scope_modules` names the modules of Equinox and NNX."
         )
-    more = ", ..." * (len(known) > _MOST)
-    told = f"The scopes of the function are {', '.join(known[:_MOST])}{more}."
+    told = f"The scopes of the function are {first_of(known)}."
     if any(name.startswith("'eqx.") for name in known):  # which Equinox opens itself
         told += (
             " The fields of an Equinox model are scopes where it is called as "

@@ -5,9 +5,7 @@ from collections.abc import Iterator
 from ..._jax import source_line
 from ..._rules.measured import NOT_MEASURED, Unmeasured
 from ..._structural import Plan, Step
-from .unmatched import place_of_step, without_amp_scopes
-
-_MOST = 8  # places to list
+from .unmatched import first_of, place_of_step, without_amp_scopes
 
 
 def reports_of_unmeasured(plan: Plan) -> Iterator[str]:
@@ -19,13 +17,14 @@ def reports_of_unmeasured(plan: Plan) -> Iterator[str]:
         return
     places = {_place(step): source_line(step.eqn) for step in reversed(unknown)}
     listed = [f"{place} ({line})" for place, line in reversed(places.items())]
-    path = next(filter(None, map(_path, unknown)), "scope")
+    paths = ("/".join(without_amp_scopes(step.scope)) for step in unknown)
+    path = next(filter(None, paths), "scope")
     or_outside = _OUTSIDE if any(map(_shapes, unknown)) else ""
     yield (
         "`amp_policy` was found by `calibrate` for a function without "
-        f"{', '.join(listed[:_MOST])}{', ...' * (len(listed) > _MOST)}: computed as "
-        "written, for the budget was not measured there. Calibrate the function as it "
-        "is now; or give the scope a policy of its own, `PolicyMap(policy, "
+        f"{first_of(listed)}: computed as written, for the budget was not measured "
+        "there. Calibrate the function as it is now; or give the scope a policy of its "
+        "own, `PolicyMap(policy, "
         f"{{{path!r}: 'bfloat16'}})`, or `policy | {{...}}` if it is a map.{or_outside}"
     )
 
@@ -54,7 +53,3 @@ def _shapes(step: Step) -> str:
     """The shapes of a step that was not measured, if others in its scope were."""
     rule = step.match.rule
     return rule.shapes if isinstance(rule, Unmeasured) else ""
-
-
-def _path(step: Step) -> str:
-    return "/".join(without_amp_scopes(step.scope))

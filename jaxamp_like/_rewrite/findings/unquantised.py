@@ -94,9 +94,10 @@ def _of_weights_closed_over(plan: Plan) -> str | None:
     Rules that quantise then find parameters only beside what is closed over."""
     beside: list[Step] = []  # they read what is closed over, and a parameter
     alone: list[Step] = []
-    for step, origins in _operands(plan):
+    for step, facts in _operand_facts(plan):
         if not _may_quantise(step) or step.backward:
             continue
+        origins = [fact.origin for fact in facts]
         if Origin.CLOSED_OVER not in origins:
             if max(origins) >= Origin.MADE:
                 return None
@@ -159,13 +160,8 @@ _IN_LOOPS = (
 )
 
 
-def _operands(plan: Plan) -> Iterator[tuple[Step, list[Origin]]]:
-    """The steps of a plan, at any depth, with the origins of two floating operands."""
-    for step, facts in _operand_facts(plan):
-        yield step, [fact.origin for fact in facts]
-
-
 def _operand_facts(plan: Plan) -> Iterator[tuple[Step, list[Fact]]]:
+    """The steps of a plan, at any depth, with the facts of two floating operands."""
     for step in plan.steps:
         facts = [fact_of(plan.facts, atom) for atom in step.eqn.invars[:2]]
         if all(facts) and facts:

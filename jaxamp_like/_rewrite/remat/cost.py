@@ -5,10 +5,10 @@ from math import prod
 from typing import Any
 
 from ..._dtypes import DType
-from ..._jax import Literal, variables
+from ..._jax import Literal
 from ..._primitives import LINEAR, SATURATING, VIEWS, is_cheap
 from ..._rules import Fact, RematSource, author_dtype
-from ..._structural import Step
+from ..._structural import Step, steps_in
 
 
 def saved_bytes_for(step: Step, active: set[Any]) -> int:
@@ -28,7 +28,7 @@ def saved_bytes_for(step: Step, active: set[Any]) -> int:
         inside = {v for v, varies in zip(plan.invars, varying, strict=True) if varies}
         for inner in plan.steps:
             total += saved_bytes_for(inner, inside)
-            if any(v in inside for v in variables_read(inner)):
+            if any(v in inside for v in inner.variables_read):
                 inside.update(inner.eqn.outvars)
     return total
 
@@ -61,7 +61,7 @@ def readers_in(steps: Iterable[Step]) -> dict[Any, list[Step]]:
     """The steps that read each variable, once for each operand."""
     found: dict[Any, list[Step]] = {}
     for step in steps:
-        for v in variables_read(step):
+        for v in step.variables_read:
             found.setdefault(v, []).append(step)
     return found
 
@@ -93,8 +93,7 @@ def _saturates(step: Step, v: Any, readers: dict[Any, list[Step]]) -> bool:
 
 
 def has_sum(step: Step) -> bool:
-    inner = (inner for plan in step.inner for inner in plan.steps)
-    return step.eqn.primitive.name == "reduce_sum" or any(map(has_sum, inner))
+    return any(s.eqn.primitive.name == "reduce_sum" for s in steps_in(step))
 
 
 def is_low(v: Any, facts: dict[Any, Fact | None]) -> bool:
@@ -115,7 +114,3 @@ def num_bytes(aval: Any, dtype: DType | None) -> int:
 def num_elements(aval: Any) -> int:
     """The number of elements; a dimension that is not known yet counts as 2."""
     return prod(d if isinstance(d, int) else 2 for d in aval.shape)
-
-
-def variables_read(step: Step) -> list[Any]:
-    return variables(step.eqn.invars)

@@ -28,7 +28,7 @@ from ..._primitives import (
 )
 from ..._rules import Fact, RematSource
 from ..._rules.low_bits import LowBits
-from ..._structural import Step
+from ..._structural import Step, steps_in
 from .schedule import Region
 
 _SUMS = frozenset({"reduce_sum", "psum", "psum2", "psum_invariant"})
@@ -69,10 +69,8 @@ def _is_result_inside(atom: Any, step: Step, maker: Mapping[Any, Step]) -> bool:
 
 def reduces_rows(step: Step) -> bool:
     """Whether a step reduces an array along its last axis, alone or in a program."""
-    eqn = step.eqn
-    if eqn.primitive.name in REDUCTIONS:
-        return eqn.invars[0].aval.ndim - 1 in eqn.params["axes"]
-    return any(reduces_rows(inner) for plan in step.inner for inner in plan.steps)
+    eqns = [s.eqn for s in steps_in(step) if s.eqn.primitive.name in REDUCTIONS]
+    return any(e.invars[0].aval.ndim - 1 in e.params["axes"] for e in eqns)
 
 
 @dataclass

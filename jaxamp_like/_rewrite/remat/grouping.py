@@ -22,9 +22,14 @@ from .cost import (
     only_saturates,
     readers_in,
     saved_bytes_for,
-    variables_read,
 )
-from .eight_bits import is_centred, is_contraction_result, reading_of, reduces_rows
+from .eight_bits import (
+    is_centred,
+    is_contraction_result,
+    is_kept_anyway,
+    reading_of,
+    reduces_rows,
+)
 
 # Linear in all that they read: the backward pass keeps none of it.
 _NO_RESIDUALS = VIEWS | {"add", "sub", "neg", "concatenate", "pad"}
@@ -64,7 +69,7 @@ class Grouping:
         self.maker: dict[Any, Step] = {v: s for s in steps for v in s.eqn.outvars}
         inputs = [v for v in facts if v not in self.maker]
         self.active = {v for v in inputs if _is_active(facts[v])}
-        self.free_vars = {v for v in inputs if _is_free(facts[v])}
+        self.free_vars = {v for v in inputs if is_kept_anyway(facts[v])}
         self._is_split = any(map(is_sharded, facts.values())) or any(
             varying_in(v.aval) for v in facts
         )
@@ -73,13 +78,13 @@ class Grouping:
         self._depths = dict.fromkeys(inputs, 0)
         last_effect = 0
         for step in steps:
-            depth = max((self._depths[v] for v in variables_read(step)), default=0)
+            depth = max((self._depths[v] for v in step.variables_read), default=0)
             if step.eqn.effects:
                 depth = last_effect = max(depth, last_effect) + 1
             self._place(step, depth)
 
     def _place(self, step: Step, depth: int) -> None:
-        operands, outs = list(variables_read(step)), step.eqn.outvars
+        operands, outs = step.variables_read, step.eqn.outvars
         is_active = any(v in self.active for v in operands)
         if is_active:
             self.active.update(outs)
@@ -107,7 +112,7 @@ class Grouping:
         """Whether a step's result is as good to keep as what it is made of."""
         if saved_bytes_for(step, self.active) or has_sum(step):
             return False
-        (out, *_), operands = step.eqn.outvars, list(variables_read(step))
+        (out, *_), operands = step.eqn.outvars, step.variables_read
         if step.eqn.primitive.name not in _NO_RESIDUALS:
             masks = (v for v in operands if v.aval.ndim and v not in self.active)
             if any(self.maker.get(v) in self.free for v in masks):
@@ -164,7 +169,7 @@ class Grouping:
         of contractions: an exponential of a large number needs an absolute error that
         is small, and of two formats of 8 bits int8 has the smaller one. Neither holds
         where a pole or a jump would magnify the rounding."""
-        asked = (s.match.saves for s in group if v in variables_read(s))
+        asked = (s.match.saves for s in group if v in s.variables_read)
         asked = next(filter(None, asked), None)
         how, fact = asked or self._bits_for(v, group), self.facts[v]
         dtype = self.saved_dtype(v) or fact_dtype(fact)
@@ -179,7 +184,7 @@ class Grouping:
             return None
         if not reading.rows:  # a norm of other rows may scale it
             made = {u for step in group for u in step.eqn.outvars}
-            read = {u for step in group for u in variables_read(step)} - made
+            read = {u for step in group for u in step.variables_read} - made
             paid = (read & self.active) - self.free_vars
             reading.rows = reading_of(paid, group).rows
         return reading.fitting(how, v.aval.shape[-1])
@@ -194,7 +199,7 @@ class Grouping:
         step = self.maker.get(v)
         if step is None or step.eqn.primitive.name != "add":
             return None
-        operands = list(variables_read(step))
+        operands = step.variables_read
         dtypes = {fact_dtype(self.facts[u]) for u in operands if is_low(u, self.facts)}
         is_once = all(
             is_low(u, self.facts) and len(self.readers[u]) == 1 for u in operands
@@ -214,7 +219,7 @@ class Grouping:
         are run again."""
         made = {v for step in steps for v in step.eqn.outvars}
         chains: dict[Any, tuple[int, dict[Step, None]]] = {}
-        for v in dict.fromkeys(v for step in steps for v in variables_read(step)):
+        for v in dict.fromkeys(v for step in steps for v in step.variables_read):
             if v in made or v in self.free_vars or v not in self.active:
                 continue
             if found := self._low_source(v):
@@ -239,7 +244,7 @@ class Grouping:
             if step is None or not is_cheap_step(step) or looks_up(step, self.facts):
                 return None
             paid = {
-                u for u in variables_read(step) if u not in self.free_vars
+                u for u in step.variables_read if u not in self.free_vars
             } & self.active
             if len(paid) != 1:
                 return None
@@ -273,7 +278,7 @@ class Grouping:
             return False
         if Demand.FULL not in step.out_demands[0]:
             return False  # only contractions read it: its cotangent is low as it is
-        (out,), operands = step.eqn.outvars, list(variables_read(step))
+        (out,), operands = step.eqn.outvars, step.variables_read
         low = [v for v in operands if is_low(v, self.facts) or self._gate_dtype(v)]
         rest = [v for v in operands if v not in low]
         if len(low) != 1 or len(rest) != 1 or low[0].aval.shape != out.aval.shape:
@@ -300,7 +305,7 @@ class Grouping:
             return None
         if Demand.FULL not in step.out_demands[0]:
             return None
-        operands = list(variables_read(step))
+        operands = step.variables_read
         low = [v for v in operands if is_low(v, self.facts) or self._is_biased(v)]
         rest = [v for v in operands if v not in low]
         if len(low) != 1 or len(rest) != 1 or low[0].aval.shape != rest[0].aval.shape:
@@ -345,7 +350,7 @@ class Grouping:
         found: set[Step] = set()
         pending = list(group)
         while pending:
-            read = variables_read(pending.pop())
+            read = pending.pop().variables_read
             makers = {self.maker[v] for v in read if v in self.maker}
             new = (makers & self.free) - found
             found |= new
@@ -355,7 +360,3 @@ class Grouping:
 
 def _is_active(fact: Fact | None) -> bool:
     return fact is not None and fact.remat_source != RematSource.CONSTANT
-
-
-def _is_free(fact: Fact | None) -> bool:
-    return fact is None or fact.remat_source != RematSource.NONE

@@ -8,15 +8,8 @@ from ..._jax import Literal, variables
 from ..._primitives import REDUCTIONS
 from ..._rules import Fact, author_dtype
 from ..._rules.low_bits import LowBits
-from .cost import (
-    Step,
-    fact_dtype,
-    is_cheap_step,
-    is_sharded,
-    num_elements,
-    saved_bytes_for,
-    variables_read,
-)
+from ..._structural import Step, steps_in
+from .cost import fact_dtype, is_cheap_step, is_sharded, num_elements, saved_bytes_for
 from .grouping import Grouping
 from .schedule import Region, Schedule, in_order, schedule
 
@@ -27,9 +20,7 @@ _IN_ONE_KERNEL = 16384
 
 
 def plain_schedule(
-    steps: Sequence[Step],
-    facts: dict[Any, Fact | None],
-    outvars: Sequence[Any],
+    steps: Sequence[Step], facts: dict[Any, Fact | None], outvars: Sequence[Any]
 ) -> Schedule:
     """The schedule of a jaxpr's steps without regions.
 
@@ -43,7 +34,7 @@ def remat_schedule(
     steps: Sequence[Step],
     facts: dict[Any, Fact | None],
     outvars: Sequence[Any],
-    saves: LowBits | None = None,
+    saves: LowBits | None,
 ) -> Schedule:
     """The schedule of a jaxpr's steps, groups of which are put into remat regions.
 
@@ -107,7 +98,7 @@ def _region(
     steps = sorted([*grouping.roots_of(steps), *steps], key=grouping.number.__getitem__)
     made = {v for step in steps for v in step.eqn.outvars}
     taken = dict.fromkeys(
-        v for step in steps for v in variables_read(step) if v not in made
+        v for step in steps for v in step.variables_read if v not in made
     )
     paid = [v for v in taken if v in grouping.active and v not in grouping.free_vars]
     keeps = {v: low for v in paid if (low := grouping.saved_dtype(v))}
@@ -141,11 +132,12 @@ def _is_last(outs: Iterable[Any], paid: Iterable[Any], ends: set[Any]) -> bool:
 
 def _reduces_much(step: Step) -> bool:
     """Whether a step reduces more elements to a number than a GPU's kernel holds."""
-    eqn = step.eqn
-    if eqn.primitive.name in REDUCTIONS:
-        (operand, *_), (out, *_) = eqn.invars, eqn.outvars
-        return num_elements(operand.aval) > _IN_ONE_KERNEL * num_elements(out.aval)
-    return any(_reduces_much(inner) for plan in step.inner for inner in plan.steps)
+    eqns = [s.eqn for s in steps_in(step) if s.eqn.primitive.name in REDUCTIONS]
+    return any(
+        num_elements(eqn.invars[0].aval)
+        > _IN_ONE_KERNEL * num_elements(eqn.outvars[0].aval)
+        for eqn in eqns
+    )
 
 
 def _total(values: Iterable[Any]) -> int:
@@ -168,10 +160,10 @@ def as_region(unit: Step | Region) -> Step | Region:
     """A single step as a region, if it is cheap and something is kept for it."""
     if isinstance(unit, Region) or not is_cheap_step(unit):
         return unit
-    if not saved_bytes_for(unit, set(variables_read(unit))):
+    if not saved_bytes_for(unit, set(unit.variables_read)):
         return unit
     outs = dict.fromkeys(unit.eqn.outvars)
-    return Region((unit,), dict.fromkeys(variables_read(unit)), outs)
+    return Region((unit,), dict.fromkeys(unit.variables_read), outs)
 
 
 def _mixes_rows(group: Sequence[Step]) -> bool:
@@ -182,7 +174,7 @@ def _mixes_rows(group: Sequence[Step]) -> bool:
     sizes: dict[Any, int] = {}  # of summed arrays, for what is made of a sum
     for step in group:
         eqn = step.eqn
-        summed = [sizes[v] for v in variables_read(step) if v in sizes]
+        summed = [sizes[v] for v in step.variables_read if v in sizes]
         if any(num_elements(v.aval) >= n for v in eqn.outvars for n in summed):
             return True
         if eqn.primitive.name in REDUCTIONS and not _is_trailing(eqn):

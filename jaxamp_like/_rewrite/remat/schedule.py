@@ -12,7 +12,7 @@ from ..._jax import variables
 from ..._rules.low_bits import LowBits
 from ..remat_mode import RematMode
 from ..shared import shared
-from .cost import Step, variables_read
+from .cost import Step
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,7 +70,7 @@ def schedule(
     drops = []
     for unit in reversed(units):
         is_region = isinstance(unit, Region)
-        read = [*unit.ins] if is_region else [*variables_read(unit)]
+        read = list(unit.ins) if is_region else unit.variables_read
         drops.append(tuple(v for v in dict.fromkeys(read) if v not in readers))
         for v in read:
             readers.setdefault(v, []).append(None if is_region else unit.eqn)
@@ -86,7 +86,7 @@ def in_order(steps: Sequence[Step], groups: dict[Step, list[Step]]) -> list[list
     sorter: TopologicalSorter[int] = TopologicalSorter()
     previous: list[int] = []  # effects happen in the author's order
     for step in steps:
-        needed = {maker[v] for v in variables_read(step) if v in maker} - {first[step]}
+        needed = {maker[v] for v in step.variables_read if v in maker} - {first[step]}
         if step.eqn.effects:
             needed.update(previous)
             previous = [first[step]]
