@@ -250,8 +250,8 @@ class Quantising(Rule):
             return NOT_OF_PARAMETERS
         if not self._is_wanted(site):
             lengths = matmul_sizes(site.params, site.avals)
-            size = "" if lengths is None else f"{' x '.join(map(str, lengths))} is "
-            return f"{size}not {name_of(self.where)}"
+            size = "it" if lengths is None else " x ".join(map(str, lengths))
+            return f"{size} does not meet `where={name_of(self.where)}`"
         return None
 
     def _is_wanted(self, site: Site) -> bool:

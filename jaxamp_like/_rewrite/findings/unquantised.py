@@ -38,8 +38,8 @@ def _of_nothing_quantised(steps: list[Step]) -> str | None:
     listed = "; ".join(f"{n} since {why}" for why, n in whys.most_common(_MOST))
     hint = f" {_WHICH} {_IN_LOOPS}" * any(NO_PARAMETER in why for why in whys)
     return (
-        f"No contraction is quantised. Of {len(asked)} that {rules_of(asked)} would "
-        f"quantise, there are {listed}. `explain` shows each; the arguments `where`, "
+        f"No contraction is quantised. Those that {rules_of(asked)} could quantise "
+        f"stay as they were: {listed}. `explain` shows each; the arguments `where`, "
         "`leave` and `parameters_only` of the rule say which to leave alone: "
         f"`{asked_of(asked[0])[0].name}(where=None)` quantises small ones too.{hint}"
     )
