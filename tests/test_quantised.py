@@ -1298,7 +1298,7 @@ def test_each_function_and_rule_is_told_of_once():
     (told,) = said(Other())
     assert f"`Other` ({__file__}:" in told
     (told,) = said(one, "float8_from_float32")
-    assert "that `float8()` would quantise" in told
+    assert "that `float8()` could quantise" in told
     misspelt = default_amp_policy | {"attentoin": "bfloat16"}
     assert [len(said(fn, misspelt)) for fn in (one, one, Other())] == [1, 0, 0]
 
