@@ -13,6 +13,7 @@ import numpy as np
 import optax
 import pytest
 from flax import linen, nnx
+from flax.training.dynamic_scale import DynamicScale
 from jax.sharding import AxisType, PartitionSpec as P
 
 from jaxamp_like import (
@@ -489,3 +490,39 @@ def test_layer_that_keras_does_not_find(wrap, is_held):
     else:
         with pytest.warns(AmpWarning, match="never trained: Keras finds the layers"):
             jax.eval_shape(predict, values, x)
+
+
+def test_low_bit_state_of_parameters_without_a_copy():
+    params = jnp.ones((64, 128), "bfloat16")
+    with pytest.warns(AmpWarning, match="is rounded away, and training stands still"):
+        storage.low_bit_state(optax.adam(1e-3)).init(params)
+    inner = storage.update_in_float32(optax.adam(1e-3))
+    storage.low_bit_state(inner).init(params)
+
+
+def test_policy_map_of_keras():
+    of_keras: Any = keras.dtype_policies.DTypePolicyMap(default_policy="mixed_bfloat16")
+    with pytest.raises(TypeError, match=r"Keras' DTypePolicyMap.*`PolicyMap\("):
+        amp(loss, amp_policy=of_keras)
+
+
+def test_scale_and_interval_by_position():
+    with pytest.warns(AmpWarning, match="looks like a scale"):
+        DynamicScalerState(2**15, 2000)
+    DynamicScalerState(2048, 2.0)
+
+
+@pytest.mark.parametrize("tree", [loss, "nan", optax.sgd])
+def test_all_finite_of_no_numbers(tree):
+    with pytest.raises(TypeError, match="`tree` must hold numbers, but was given"):
+        all_finite(tree)
+    assert all_finite({"name": "mlp", "fn": loss}) and all_finite(())
+
+
+def test_scaler_that_is_no_state():
+    class_itself: Any = DynamicScalerState
+    with pytest.raises(TypeError, match=r"Call it: `DynamicScalerState\(\)`"):
+        loss_scale_optimizer(optax.sgd(0.1), class_itself)
+    of_flax: Any = DynamicScale()
+    with pytest.raises(TypeError, match="Flax' DynamicScale"):
+        loss_scale_optimizer(optax.sgd(0.1), of_flax)

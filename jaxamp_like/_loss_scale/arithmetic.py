@@ -61,6 +61,7 @@ def all_finite(tree: Any, *, axis_name: AxisName = None) -> Array:
     Returns:
         A boolean scalar, true for a tree without any such number.
     Raises:
+        TypeError: `tree` is one leaf that is no number.
         ValueError: `axis_name` is not bound.
 
     >>> bool(all_finite({"w": jnp.ones(3), "step": 7, "name": "mlp"}))
@@ -69,6 +70,11 @@ def all_finite(tree: Any, *, axis_name: AxisName = None) -> Array:
     False
     """
     leaves = jax.tree.leaves(tree)
+    if len(leaves) == 1 and leaves[0] is tree and not eqx.is_array_like(tree):
+        raise TypeError(
+            f"`tree` must hold numbers, but was given {_shown(tree)}.\nGive what a "
+            "gradient transform returned: `all_finite((loss, grads))`."
+        )
     numbers = [x for x in leaves if eqx.is_inexact_array(x) or _is_python_inexact(x)]
     finite = (jnp.isfinite(x).all() for x in numbers)
     return all_agree(

@@ -54,10 +54,13 @@ def _hint(name: str, given: Any) -> str:
     return "Give a Python number or an array of shape ()."
 
 
-def warn_of_a_scale(patience: Any) -> None:
-    """Warns of a single positional number that looks like a scale, not a patience."""
+def warn_of_a_scale(patience: Any, factor: Any = None) -> None:
+    """Warns of a first positional number that looks like a scale, not a patience.
+
+    A second one looks like a patience if it is large for a factor."""
     is_integer = isinstance(patience, int) and not isinstance(patience, bool)
-    if is_integer and patience >= 256 and patience.bit_count() == 1:
+    is_factor = isinstance(factor, int | float) and factor < 100
+    if is_integer and patience >= 256 and patience.bit_count() == 1 and not is_factor:
         warn_or_raise(
             f"`DynamicScalerState({patience})` sets the patience, which comes first, "
             f"and looks like a scale. Write `DynamicScalerState(scaler={patience})`, "

@@ -391,6 +391,16 @@ def _first_state(scaler: Any) -> Scaler:
         return NoScaler()
     if isinstance(scaler, str) and scaler == "dynamic":
         return DynamicScalerState()
+    if scaler is DynamicScalerState or scaler is NoScaler:
+        raise TypeError(
+            f"`scaler` must be a state, but was given the class `{scaler.__name__}`.\n"
+            f"Call it: `{scaler.__name__}()`."
+        )
+    if type(scaler).__module__.startswith("flax."):
+        raise TypeError(
+            f"`scaler` was given Flax' {type(scaler).__name__}.\nWrite "
+            "`DynamicScalerState(scaler=2.0**15, patience=2000)`, or leave it out."
+        )
     of_jmp = type(scaler).__module__.split(".")[0] == "jmp"
     if of_jmp or isinstance(scaler, bool | str):
         error = ValueError if isinstance(scaler, str) else TypeError

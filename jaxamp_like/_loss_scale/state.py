@@ -52,8 +52,8 @@ def _looking_for_a_scale(make: Callable[_P, _R]) -> Callable[_P, _R]:
     @functools.wraps(make)
     def made(*args: _P.args, **kwargs: _P.kwargs) -> _R:
         _, *given = args
-        if len(given) == 1:
-            warn_of_a_scale(given[0])
+        if given:
+            warn_of_a_scale(*given[:2])
         return make(*args, **kwargs)
 
     return made

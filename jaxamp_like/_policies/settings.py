@@ -238,6 +238,12 @@ def settings_of(
         given = _as_compute_dtype(compute_dtype)
     if amp_policy is None:
         return _by_global_policy(given)
+    if type(amp_policy).__module__.startswith("keras."):
+        raise TypeError(
+            f"`amp_policy` was given Keras' {type(amp_policy).__name__}. Write its "
+            "names as those of this library's policies: `PolicyMap('mixed_bfloat16', "
+            "{'encoder/attention': 'float32'})`, or one name alone."
+        )
     if isinstance(amp_policy, Mapping) and not isinstance(amp_policy, PolicyMap):
         settings = _by_global_policy(given, dtype_of_lists(amp_policy))
         return settings._replace(lookup=checked_policy(amp_policy))

@@ -28,6 +28,7 @@ from .._tiles import tile_of
 from .codes import Layout, LowBitArray, encoded, from_saved, layout_of, to_saved
 from .formats import FORMATS
 from .moments import Where, stored_low
+from .rounded_updates import warn_of_rounded_updates
 
 Rounding = Literal["stochastic", "nearest"]
 
@@ -153,6 +154,7 @@ def low_bit_state(
     def init(params: Any) -> LowBitState:
         save_with_flax(LowBitArray, to_saved, from_saved)
         state = inner.init(params)
+        warn_of_rounded_updates(inner, params, state)
         first = jnp.uint32(seed % 2**32) if rounding == "stochastic" else None
         leaves, structure = jax.tree.flatten(state, is_leaf=is_variable)
         is_low = stored_low(state, inner.init, params, min_size, where)

@@ -1,7 +1,7 @@
 """Parameters without a float32 copy: updated in float32, and rounded by chance."""
 
 import itertools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,12 +14,7 @@ from .._errors import hiding_frames, showing_call
 from .._jax import is_array_or_shape
 from .._random_rounding import chances, mixed, rounded_by
 from .optimizer import Rounding, check_rounding, checked_optimizer
-
-
-class Float32UpdateState(NamedTuple):
-    """The state of what `update_in_float32` returns: that of the wrapped optimizer."""
-
-    inner_state: Any
+from .rounded_updates import Float32UpdateState
 
 
 def update_in_float32(
@@ -34,8 +29,9 @@ def update_in_float32(
     Args:
         optimizer: any Optax optimizer; extra arguments of `update` are handed on.
     Returns:
-        An optimizer for parameters of any floating dtype. `apply_updates` adds its
-        updates to them.
+        An optimizer for parameters of any floating dtype. Add its updates to them by
+        `jaxamp_like.storage.apply_updates`, which rounds by chance: by
+        `optax.apply_updates`, small updates of bfloat16 parameters are lost.
     Raises:
         TypeError: `optimizer` is none.
 
