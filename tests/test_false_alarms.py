@@ -19,8 +19,6 @@ from jaxamp_like import (
     default_amp_policy,
     enable_amp,
     guard_step,
-    presets,
-    rules,
     set_global_policy,
 )
 from jaxamp_like.scaling import static_scaler
@@ -182,15 +180,6 @@ def test_penalty_in_full_precision(trained):
     mixed, tx, (w, opt_state) = trained
     tx.grad(mixed, opt_state)(w, x)
     tx.grad(lambda w: jnp.sum((w["a"] @ w["a"].T) ** 2), opt_state)(w)
-
-
-def test_graph_that_is_closed_over():
-    graph = jnp.eye(16)
-    policy = presets.quantised(rules.int8(where=None))
-    mixed = amp(
-        lambda w: graph @ (x @ w["a"]), compute_dtype="bfloat16", amp_policy=policy
-    )
-    assert mixed(w).shape == (16, 8)
 
 
 def test_guarded_step_of_numpy_parameters(trained):

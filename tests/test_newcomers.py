@@ -1267,7 +1267,9 @@ ANSWERS = {
     "optimizer.value_and_grad(objective, [1, read_back])": "as dicts and lists",
     "optimizer.update(grads, read_back, W)": "`checkpointer.restore(path, tx.init(pa",
     "optimizer.update(scaled_apart, state, W)": "`dynamic_scale_value_and_grad` has a",
-    "guard_step(lambda s: s)(state)": "the `opt_state` that `tx.update` returns second",
+    "guard_step(lambda s: (s[0] + 1, s[1]))((X, state))": (
+        "the `opt_state` that `tx.update` returns second"
+    ),
     "policy | PolicyMap('mixed_bfloat16')": "Write `policies | {path: policy}`",
     "PolicyMap('mixed_bfloat16') | policy": "`PolicyMap(Policy('bfloat16', rules=def",
     "amp(objective, amp_policy={'net': 'keep_inputs'})": "`jaxamp_like.rules.keep_inp",

@@ -395,12 +395,13 @@ def test_one_map_several_programs(w):
 
 
 def test_amp_in_amp(w):
-    """The innermost wins for its own part; twice the same is the same as once."""
+    """The innermost wins for its own part; twice the same is the same as once.
+
+    The inner one has matched the key, so nothing is said of the outer one."""
     policies = PolicyMap("mixed_bfloat16", {"attention": F32})
     once = amp(net, amp_policy=policies)
     twice = amp(once, amp_policy=policies)
-    with pytest.warns(AmpWarning, match="matched nothing"):
-        assert dots(twice, w) == dots(once, w)
+    assert dots(twice, w) == dots(once, w)
     np.testing.assert_array_equal(jax.jit(twice)(w), jax.jit(once)(w))
 
 

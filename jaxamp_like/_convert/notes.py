@@ -115,7 +115,7 @@ def _hint(step: Step) -> str:
     (rule, *_), why = asked_of(step), why_not_quantised(step)
     if why.endswith(HEAD_OR_EMBEDDING):
         return "With `leave=()`, the rule takes layers of any name."
-    if rule.where is not None and why.endswith(f"not {name_of(rule.where)}"):
+    if rule.where is not None and why.endswith(f"`where={name_of(rule.where)}`"):
         return "With `where=None`, it takes contractions of any size."
     return ""
 

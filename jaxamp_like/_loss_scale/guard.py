@@ -166,7 +166,7 @@ def _warn_of_state_beside(step: Any, args: tuple[Any, ...], out: Any) -> None:
         names = [jax.tree_util.keystr(path) for path, _ in paths]
         if len(kind[1]) < 2 or is_node(arg) or not any(map(_is_statistic, names)):
             continue
-        others = _lengths([one for one in args if one is not arg])
+        others = _batch_lengths([one for one in args if one is not arg])
         if _lengths(arg) and _lengths(arg) <= others:
             continue
         for result in results:
@@ -189,6 +189,12 @@ def _is_statistic(path: str) -> bool:
 def _lengths(tree: Any) -> set[int]:
     """How long the arrays of a tree are along their first axes."""
     return {x.shape[0] for x in jax.tree.leaves(tree) if getattr(x, "shape", ())}
+
+
+def _batch_lengths(args: list[Any]) -> set[int]:
+    """How many examples the arrays of a batch may hold, which have axes after that."""
+    arrays = [x for x in jax.tree.leaves(args) if len(getattr(x, "shape", ())) > 1]
+    return _lengths(arrays)
 
 
 def _inner_scalers(nodes: list[Any]) -> list[Any]:

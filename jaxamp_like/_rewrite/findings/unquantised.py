@@ -103,8 +103,7 @@ def _of_weights_closed_over(plan: Plan) -> str | None:
                 return None
         elif max(origins) >= Origin.MADE:
             beside.append(step)
-        elif origins[1] is Origin.CLOSED_OVER:
-            # On the left there may be a matrix of data, such as a graph's.
+        else:
             alone.append(step)
     if not beside or not alone:
         return None
