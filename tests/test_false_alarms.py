@@ -13,6 +13,7 @@ import pytest
 from flax import nnx
 
 from jaxamp_like import (
+    AmpError,
     AmpWarning,
     amp,
     convert,
@@ -21,6 +22,7 @@ from jaxamp_like import (
     guard_step,
     set_global_policy,
 )
+from jaxamp_like.rules import use_compute_precision, use_original_precision, when
 from jaxamp_like.scaling import static_scaler
 
 pytestmark = pytest.mark.quick
@@ -121,6 +123,19 @@ def test_convert_of_a_model_with_one_output_takes_one_row():
     for actual in (low(x[:1])[0], jax.vmap(low)(x[:, None])[0, 0]):
         np.testing.assert_allclose(actual, expected[0], atol=8 * 3 * 2 * 2**-9)
         assert actual.dtype == jnp.float32
+
+
+def test_convert_refuses_shapes_for_which_a_policy_decides_otherwise():
+    def is_long(site):
+        return site.avals[0].shape[0] > 2
+
+    a, x = jnp.ones((4, 8)), jnp.ones((3, 4))
+    low_if_long = when(is_long, use_compute_precision, use_original_precision)
+    policy = default_amp_policy | {jax.lax.dot_general_p: low_if_long}
+    options: Any = {"compute_dtype": "bfloat16", "amp_policy": policy}
+    low = convert(lambda w, x: x @ w, a, x, **options)
+    with pytest.raises(AmpError, match="it is also read by dot_general"):
+        low(x[:1])
 
 
 def test_state_of_nnx_within_a_jitted_step():

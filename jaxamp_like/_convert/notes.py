@@ -17,12 +17,11 @@ from .._jax import (
     source_line,
     without_folders,
 )
-from .._quantised.rule import HEAD_OR_EMBEDDING, NO_PARAMETER
+from .._quantised.rule import HEAD_OR_EMBEDDING, NO_PARAMETER, unmet
 from .._reports import walk
 from .._rewrite.findings.unmatched import without_amp_scopes
 from .._rewrite.findings.unquantised import asked_of, rules_of, why_not_quantised
 from .._rewrite.record import Recorder, recording
-from .._rules.conditions import name_of
 from .._structural import Step, steps_of
 from .splitting import INPUT, Split, is_call, split
 from .uses import bodies
@@ -115,7 +114,7 @@ def _hint(step: Step) -> str:
     (rule, *_), why = asked_of(step), why_not_quantised(step)
     if why.endswith(HEAD_OR_EMBEDDING):
         return "With `leave=()`, the rule takes layers of any name."
-    if rule.where is not None and why.endswith(f"`where={name_of(rule.where)}`"):
+    if rule.where is not None and why.endswith(unmet(rule.where)):
         return "With `where=None`, it takes contractions of any size."
     return ""
 

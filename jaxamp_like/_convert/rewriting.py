@@ -2,8 +2,8 @@
 
 The casts of these inputs vanish, and equations that only move them move what is stored.
 All other equations stay the very same. This is correct because each such input is only
-ever read in its narrower dtype, as `uses` has found out before. A contraction that is
-in full precision for inputs of other shapes reads it widened."""
+ever read in its narrower dtype, as `uses` has found out before. But a product that is
+one number for inputs of these shapes, and is computed in full, reads it widened."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -58,7 +58,7 @@ class _Rewriter:
         if bind := _STRUCTURAL.get(name):
             with eqn_context(eqn):
                 return bind(self, eqn, operands)
-        if name in CONTRACTIONS:  # in full for inputs of these shapes alone
+        if name in CONTRACTIONS:  # whose result is one number
             operands = [
                 cast(jax.numpy.asarray(x), v.aval.dtype) if _is_narrower(x, v) else x
                 for x, v in pairs

@@ -21,7 +21,6 @@ from .._jax import (
 )
 from .._name_stacks import names
 from .._parameters import returns_tree_like
-from .._primitives import CONTRACTIONS
 from .._quantised.linear import without_transposes
 from .rewriting import run_stored
 from .storage import Stored, narrower, storage
@@ -68,19 +67,14 @@ class TracedModel(NamedTuple):
         """Checks that this program reads each parameter in the dtype it is stored in.
 
         Parameters may have been stored for inputs of other shapes, where a rule that
-        goes by shapes decided otherwise. A contraction of floats may read them so: it
-        is computed in full precision where its result is a single number.
+        goes by shapes decided otherwise. A product that is no contraction for these
+        shapes, as where its result is one number, may read them so.
 
         Raises:
             AmpError: a parameter is read in another dtype, too."""
         for leaf, uses in zip(stored, self.uses, strict=False):
             others = sorted(
-                (
-                    use
-                    for use in uses
-                    if use.dtype != leaf.now
-                    and (use.dtype or use.by not in CONTRACTIONS)
-                ),
+                (u for u in uses if u.dtype != leaf.now and not u.is_inner),
                 key=str,
             )
             if others and leaf.is_changed and not leaf.folded:

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 from .._dtypes import bits, is_float
 from .._jax import Eqn, Jaxpr, Literal, raw, scopes, source_line, without_folders
 from .._policies.dictionary import REWRITTEN
-from .._primitives import EACH_ALONE, MOVES
+from .._primitives import CONTRACTIONS, EACH_ALONE, MOVES
+from .._primitives.contractions import is_contraction
 from .._quantised.stored import STORED
 from .._structural import SOLVER, STRUCTURAL, Body
 
@@ -30,13 +31,16 @@ class Use(NamedTuple):
         scope: the named scopes around the reader, joined by "/".
         line: the file, line and function where the author wrote the reader. Folders are
             left out, since the text is shipped with the model.
-        holds: what the value is, if the rule that made it says so."""
+        holds: what the value is, if the rule that made it says so.
+        is_inner: whether a product reads it that is no contraction for these shapes, as
+            one whose result is one number. It is computed in full."""
 
     dtype: str | None
     by: str
     scope: str = ""
     line: str = ""
     holds: str = ""
+    is_inner: bool = False
 
     def __str__(self) -> str:
         place = ", ".join(filter(None, (self.scope and f"in {self.scope}", self.line)))
@@ -140,4 +144,9 @@ def _use(eqn: Eqn, scope: Scope, dtype: str | None = None) -> Use:
     names = (x for x in scope if x not in (REWRITTEN, SOLVER))
     line = without_folders(source_line(eqn))
     holds = eqn.params["holds"] if eqn.primitive is STORED else ""
-    return Use(dtype, eqn.primitive.name, "/".join(names), line, holds)
+    return Use(dtype, eqn.primitive.name, "/".join(names), line, holds, _is_inner(eqn))
+
+
+def _is_inner(eqn: Eqn) -> bool:
+    is_product = eqn.primitive.name in CONTRACTIONS
+    return is_product and not is_contraction(eqn.params, [v.aval for v in eqn.invars])

@@ -47,10 +47,7 @@ def nnx_nodes(tree: Any) -> list[Any]:
 def nnx_states(tree: Any) -> list[Any]:
     """The `nnx.State`s in a pytree."""
     nnx = _nnx()
-    if nnx is None:
-        return []
-    leaves = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, nnx.State))
-    return [x for x in leaves if isinstance(x, nnx.State)]
+    return [] if nnx is None else instances_in(tree, nnx.State)
 
 
 def _distinct(leaves: Sequence[Any]) -> list[Any]:

@@ -213,6 +213,11 @@ def instead_of_amp_policy(value: Any) -> str:
         return f"Call it: `amp_policy={display_name(value)}`."
     if hasattr(policy := getattr(value, "policy", None), "lookup"):
         return f"It holds a {type(policy).__name__}: give its `.policy`."
+    if is_map_of_keras(value):
+        return (
+            f"It is Keras' {type(value).__name__}: give its names to `PolicyMap("
+            "'mixed_bfloat16', {'encoder/attention': 'float32'})`."
+        )
     if fields := _fields_of_policy(value):
         return f"It is a policy of another library: write `Policy({fields})`."
     if hasattr(value, "compute_dtype") and hasattr(value, "variable_dtype"):
@@ -220,6 +225,11 @@ def instead_of_amp_policy(value: Any) -> str:
     if callable(value):
         return 'A rule of your own for everything: `{"amp_default": rule}`.'
     return 'For example: `default_amp_policy | {"attention": "float32"}`.'
+
+
+def is_map_of_keras(value: Any) -> bool:
+    """Whether `value` is a `DTypePolicyMap`, which is a mapping, but none of rules."""
+    return isinstance(value, Mapping) and type(value).__module__.startswith("keras.")
 
 
 def _fields_of_policy(value: Any) -> str:

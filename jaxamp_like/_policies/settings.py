@@ -23,7 +23,12 @@ from .._jax import has_computed
 from .._within import within
 from .dictionary import Lookup
 from .frozen import checked_policy
-from .mistakes import instead_of_amp_policy, is_like_policy_name, with_name
+from .mistakes import (
+    instead_of_amp_policy,
+    is_like_policy_name,
+    is_map_of_keras,
+    with_name,
+)
 from .named import Policy
 from .names import get_policy
 from .policy_map import PolicyMap, dtype_of
@@ -238,13 +243,8 @@ def settings_of(
         given = _as_compute_dtype(compute_dtype)
     if amp_policy is None:
         return _by_global_policy(given)
-    if type(amp_policy).__module__.startswith("keras."):
-        raise TypeError(
-            f"`amp_policy` was given Keras' {type(amp_policy).__name__}. Write its "
-            "names as those of this library's policies: `PolicyMap('mixed_bfloat16', "
-            "{'encoder/attention': 'float32'})`, or one name alone."
-        )
-    if isinstance(amp_policy, Mapping) and not isinstance(amp_policy, PolicyMap):
+    is_map = isinstance(amp_policy, PolicyMap) or is_map_of_keras(amp_policy)
+    if isinstance(amp_policy, Mapping) and not is_map:
         settings = _by_global_policy(given, dtype_of_lists(amp_policy))
         return settings._replace(lookup=checked_policy(amp_policy))
     if not isinstance(amp_policy, str | Policy | PolicyMap):

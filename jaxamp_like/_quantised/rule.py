@@ -251,12 +251,17 @@ class Quantising(Rule):
         if not self._is_wanted(site):
             lengths = matmul_sizes(site.params, site.avals)
             size = "it" if lengths is None else " x ".join(map(str, lengths))
-            return f"{size} does not meet `where={name_of(self.where)}`"
+            return f"{size} {unmet(self.where)}"
         return None
 
     def _is_wanted(self, site: Site) -> bool:
         who = f"`{self.name}(where=...)`"
         return self.where is None or evaluate_predicate(self.where, site, who)
+
+
+def unmet(where: Any) -> str:
+    """What is said of a contraction for which the condition `where` does not hold."""
+    return f"does not meet `where={name_of(where)}`"
 
 
 def _is_of_parameter(site: Site) -> bool:
