@@ -1929,6 +1929,7 @@ WIDE_WS = jax.ShapeDtypeStruct((3, 1024, 1024), jnp.float32)
 MANY_XS = jax.ShapeDtypeStruct((1024, 1024), jnp.float32)
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize(("name", "kind"), DESCRIBED)
 @pytest.mark.parametrize("fn", (layers, scanned))
 def test_what_is_kept_for_the_backward_pass_is_as_decided(name, kind, fn):

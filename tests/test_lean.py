@@ -266,6 +266,7 @@ def test_the_cotangent_of_a_stream_is_stored_where_it_adds_up(dtype):
     assert both.count(("float32", dtype)) == len(LAYERS) - 1
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("dtype", (BF16, "float16"))
 @pytest.mark.parametrize("layer", range(3))
 def test_one_layer_of_a_stream_is_differentiated_alone(layer, dtype):

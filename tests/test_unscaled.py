@@ -186,6 +186,7 @@ def in_4_bits(fn, rule=None):
     return amp(fn, compute_dtype="bfloat16", amp_policy=quantised(rule or int4()))
 
 
+@pytest.mark.rest
 @pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "transform",
