@@ -220,6 +220,8 @@ def num_calls(wrap, number):
     with cProfile.Profile() as profile:
         jax.make_jaxpr(jax.grad(wrap(fn)))(*args)
     return sum(entry.callcount for entry in profile.getstats())
+
+
 @pytest.mark.rest
 def test_another_layer_costs_about_what_it_costs_as_written():
     """A rewrite traces, plans and binds: 3 times as many calls, were none alike."""

@@ -79,7 +79,6 @@ def in_a_while(w, x):
 
 
 @pytest.mark.rest
-@pytest.mark.rest
 @pytest.mark.sample(8)
 @pytest.mark.cross("rule", fn=3)
 @pytest.mark.parametrize("rule", COARSE, ids=repr)
@@ -96,6 +95,9 @@ def test_errors_are_those_against_operands_that_are_not_rounded(fn, rule):
     if isinstance(rule, Int8) and not rule.weight_only:
         assert contraction.dtype == "int32"
     assert expected / 3 < contraction.error < 3 * expected  # its rows have no scale yet
+
+
+@pytest.mark.rest
 def test_what_is_flushed_and_clipped_is_printed():
     x = jnp.ones((8, 16)).at[:, 0].set(1e3)
     policy = quantised(int8(where=None))
@@ -150,7 +152,6 @@ def test_in_a_loop_shares_are_those_of_all_iterations():
 
 
 @pytest.mark.rest
-@pytest.mark.rest
 def test_a_delayed_scale_clips_what_has_grown():
     policy = quantised(float8(where=None, delayed=True, amax_history_length=2))
     step = amp_with_state(product, compute_dtype="bfloat16", amp_policy=policy)
@@ -159,6 +160,9 @@ def test_a_delayed_scale_clips_what_has_grown():
     report = trace_numerics(step)(state, W, x.at[:, :4].set(64.0))
     found = {op.clipped for op in report.ops if op.primitive == "clamp"}
     assert 4 / 16 in found
+
+
+@pytest.mark.rest
 def test_weights_that_are_rounded_before_a_loop_are_told_of():
     def fn(w, x):
         return jax.lax.fori_loop(0, 3, lambda _, x: jnp.tanh(product(w, x)), x)
