@@ -1,5 +1,6 @@
 """Reports in the terminal, by rich."""
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -20,8 +21,16 @@ from ..extras import need
 MAX_ROWS = 30
 
 
-def print_report(report: ReportData, depth: int) -> None:
+def _console() -> Any:
+    """The terminal; where the output goes elsewhere, room for whole names."""
     console = need("rich.console", "rich").Console()
+    if not (console.is_terminal or console.is_jupyter or "COLUMNS" in os.environ):
+        console.width = 160
+    return console
+
+
+def print_report(report: ReportData, depth: int) -> None:
+    console = _console()
     console.print("\n".join(summary(report)), markup=False, highlight=False)
     for table in tables(report, depth):
         console.print(table)
@@ -114,14 +123,14 @@ def _rules(report: ReportData) -> Any:
     table = record_table("Rules that decided", RuleRecord, fired, MAX_ROWS)
     idle = [rule.key for rule in report.rules if not rule.count and rule.own]
     others = sum(not rule.count and not rule.own for rule in report.rules)
-    table.caption = f"Never matched: {', '.join(idle) or 'no key of yours'}" + (
-        f", {others} of the policy that you extended" if others else ""
-    )
+    yours = f"Keys of yours that matched nothing: {', '.join(idle)}. " if idle else ""
+    rest = f"{others} other rules of the policy matched nothing here." if others else ""
+    table.caption = yours + rest
     return table
 
 
 def print_numerics(report: NumericsData, n: int) -> None:
-    console = need("rich.console", "rich").Console()
+    console = _console()
     console.print(str(report), markup=False, highlight=False)
     if report.ops:
         console.print(record_table("Largest errors", OpNumerics, report.worst(n)))
