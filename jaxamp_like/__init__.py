@@ -142,10 +142,11 @@ def __getattr__(name: str) -> Any:
         if name in home.__all__:
             return getattr(home, name)
     known = {*__all__}.union(*(home.__all__ for home in _HOMES))
-    close = [_ELSEWHERE.get(name), *get_close_matches(name, known, 1)]
+    lower = {known.lower(): instead for known, instead in _ELSEWHERE.items()}
+    close = [lower.get(name.lower()), *get_close_matches(name, known, 1)]
     found = next(filter(None, close), None) if not name.startswith("_") else None
     hint = f". Did you mean {found!r}?" if found else ""
-    if name in _ELSEWHERE and found in _WRITTEN:
+    if name.lower() in lower and found in _WRITTEN:
         hint += f" Write `{_WRITTEN[found]}`."
     # A `from` import first asks whether there is such an attribute, and would make an
     # error of its own of an `AttributeError`, without the hint.

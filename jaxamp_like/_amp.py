@@ -25,7 +25,7 @@ from ._amp_mistakes import (
 )
 from ._amp_stop import names_of
 from ._dtypes import DType, cast_as
-from ._errors import hiding_frames, place_of, warn_or_raise
+from ._errors import hiding_frames, place_of, warn_or_raise, warns_if_dropped
 from ._frameworks.mixed import ModuleLike, holds_arrays, is_model, mixed_model
 from ._frameworks.modules import (
     explain_methods_of_keras,
@@ -83,6 +83,7 @@ from ._rewrite.remat_mode import RematMode
 from ._rewrite.rounded_losses import warn_of_rounded_losses
 from ._rewrite.switch import (
     is_amp_disabled,
+    is_differentiated_outside,
     is_in_amp_stop,
     is_in_scaled_loss,
     is_traced_by_amp,
@@ -140,6 +141,7 @@ def amp(
     gather_once: bool | None = ...,
     argnums: int | Sequence[int] | None = ...,
 ) -> Callable[[_F], _F]: ...
+@warns_if_dropped("mixed = amp(loss_fn)")
 @naming_mistakes
 def amp(
     fn: Any = None,
@@ -348,10 +350,12 @@ def amp_by(
     of_policy = settings.lookup, settings.compute_dtype
     planner = _planner(*of_policy, strict, lean, gather_once)
     argnums = argnums_of(fn) if argnums is None else argnums
-    warns_of_float16 = settings.is_by_default and not is_in_scaled_loss()
-    warns_of_float16 &= settings.compute_dtype == jnp.float16
+    is_float16 = settings.compute_dtype == jnp.float16
+    of_enable_amp = is_in_scaled_loss()
+    warns_of_float16 = is_float16 and settings.is_by_default and not of_enable_amp
+    lacks_scale = is_float16 and (settings.is_by_default or of_enable_amp)
     rewritten = functools.partial(
-        _rewritten, planner, run or run_by_plan, fn, argnums, warns_of_float16
+        _rewritten, planner, run or run_by_plan, fn, argnums, lacks_scale
     )
 
     @functools.wraps(fn, assigned=names_of(fn), updated=())
@@ -373,7 +377,8 @@ def amp_by(
             warn_or_raise(report_of_amp_stopped(fn), strict=False)
         # A report may take a derivative that nobody else takes.
         if warns_of_float16 and not (is_in_scaled_loss() or is_recorded()):
-            if any(map(is_differentiated, jax.tree.leaves((args, kwargs)))):
+            leaves = jax.tree.leaves((args, kwargs))
+            if is_differentiated_outside() or any(map(is_differentiated, leaves)):
                 warn_or_raise(FLOAT16_BY_DEFAULT, strict=False)
         held = holders(fn, args, kwargs)
         # `init` is run as it is: it must return its new parameters, not tracers.
@@ -414,7 +419,7 @@ def _rewritten(
     run: Run,
     given: Callable[..., Any],
     argnums: tuple[int, ...],
-    warns_of_float16: bool,
+    lacks_scale: bool,
     fn: Callable[..., Any],
 ) -> Callable[..., Any]:
     """`fn`, rewritten when it is called; `given` is how the user knows it."""
@@ -442,7 +447,8 @@ def _rewritten(
 
         # Errors of JAX name the function that they arose in.
         vars(flat).update(__signature__=inspect.signature(flat), __wrapped__=fn)
-        with explaining_tracing(), without_setting(), tracing_by_amp():
+        is_outer = is_differentiated_outside() or any(map(is_differentiated, arrays))
+        with explaining_tracing(), without_setting(), tracing_by_amp(is_outer):
             jaxpr = trace(flat, arrays)
         if are_partly_mapped([*arrays, *consts(jaxpr)]):
             in_force = in_force.of_partly_mapped
@@ -460,7 +466,7 @@ def _rewritten(
                 jaxpr,
                 arrays,
                 origins,
-                is_scaled=not warns_of_float16 or losses_scaled() > 0,
+                is_scaled=not lacks_scale or losses_scaled() > 0,
                 has_gradients=lambda: returns_tree_like(
                     args, jax.tree.unflatten(out_tree, made)
                 ),

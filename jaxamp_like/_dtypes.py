@@ -3,7 +3,6 @@
 import functools
 import re
 from collections.abc import Iterable
-from difflib import get_close_matches
 from typing import Any
 
 import jax
@@ -12,7 +11,7 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
-from ._errors import AmpError
+from ._errors import AmpError, did_you_mean
 from ._jax import on_mesh_of
 
 DType = np.dtype
@@ -54,12 +53,6 @@ def full_name(name: str) -> str:
 
 _EIGHT_BITS = re.compile(r"(u?int|float|fp|mxfp)[48]\b")  # these are no compute dtypes
 _BLOCK_SCALED = re.compile(r"mxfp8|nvfp4")
-
-
-def did_you_mean(name: Any, known: Iterable[str]) -> str:
-    """A question that names the `known` name closest to `name`; "" if none is close."""
-    close = get_close_matches(str(name).lower(), [*known], 1)
-    return f" Did you mean {close[0]!r}?" if close else ""
 
 
 def as_float_dtype(value: DTypeLike, argument: str) -> DType:

@@ -18,7 +18,7 @@ from ._loss_scale.optimizer import LossScaleOptimizer, loss_scale_optimizer
 from ._loss_scale.state import NoScaler, Scaler
 from ._never_mixed import Watch
 from ._policies.settings import PolicyLike, may_compute_in, settings_of
-from ._rewrite.switch import is_amp_disabled, scaling_loss
+from ._rewrite.switch import is_amp_disabled, of_a_loss_to_be_scaled
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -94,7 +94,7 @@ def enable_amp(
     wrapped = loss_scale_optimizer(optimizer, scaler, axis_name=axis_name)
     if not is_amp_disabled():
         wrapped.watch = Watch(expects_float16=narrow or wrapped.scales)
-    with scaling_loss():  # the optimizer sees to it
+    with of_a_loss_to_be_scaled():
         mixed = amp(
             loss_fn, compute_dtype=compute_dtype, amp_policy=amp_policy, argnums=argnums
         )

@@ -1,13 +1,15 @@
 """The errors and warnings of the package, and warnings that are given once."""
 
+import dis
 import functools
 import inspect
 import os
 import sys
 import types
 import warnings
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NoReturn, ParamSpec, TypeVar
 
@@ -167,9 +169,53 @@ def length_of_state(state: Any, library: str | None, optimizer: str) -> int:
     return tuple.__len__(state)
 
 
+def no_name_in(home: str, name: str, hint: str = "") -> Exception:
+    """The error of a public module without such a name, which says where there is one.
+
+    It is made by the `__getattr__` of the module.
+
+    Args:
+        home: the module.
+        name: what is looked for.
+        hint: what to write instead, if it is known."""
+    package = home.partition(".")[0]
+    modules = (f"{package}.{one}" for one in HOMES if f"{package}.{one}" != home)
+    found = [m for m in modules if name in getattr(sys.modules.get(m), "__all__", ())]
+    if name in getattr(sys.modules.get(package), "__all__", ()):
+        found = [package]
+    hint = hint or (f"It is in `{found[0]}`." if found else "")
+    hint = hint or did_you_mean(name, sys.modules[home].__all__).strip()
+    reader = sys._getframe(2)
+    # `from home import name` would make another error of an `AttributeError`.
+    is_import = _at(reader.f_code, reader.f_lasti) == "IMPORT_FROM"
+    said = f"module {home!r} has no attribute {name!r}."
+    said = f"cannot import name {name!r} from {home!r}." if is_import else said
+    error = ImportError if is_import else AttributeError
+    return error(" ".join(filter(None, (said, hint))))
+
+
+def _at(code: types.CodeType, offset: int) -> str:
+    """The name of the instruction that runs."""
+    instructions = dis.get_instructions(code)
+    return next((x.opname for x in instructions if x.offset == offset), "")
+
+
+HOMES = "rules", "presets", "scaling", "storage", "reports", "inference"
+
+
+def did_you_mean(name: Any, known: Iterable[str]) -> str:
+    """A question that names the `known` name closest to `name`; "" if none is close."""
+    known, given = [*known], str(name).lower()
+    reordered = [k for k in known if sorted(k.split("_")) == sorted(given.split("_"))]
+    close = reordered or get_close_matches(given, known, 1)
+    return f" Did you mean {close[0]!r}?" if close else ""
+
+
 def no_attribute(owner: Any, name: str, hint: str = "") -> AttributeError:
     """The error of an attribute that `owner` has not, with what to write instead."""
     said = f"{type(owner).__name__!r} has no attribute {name!r}."
+    public = [known for known in dir(type(owner)) if not known.startswith("_")]
+    hint = hint or did_you_mean(name, public).strip()
     return AttributeError(" ".join(filter(None, (said, hint))))
 
 
@@ -215,6 +261,27 @@ def place_of(fn: Callable[..., Any]) -> str:
     return f"`{name if is_named else type(fn).__name__}`{where}"
 
 
+_OF_JIT = "static_argnums static_argnames donate_argnums donate_argnames in_shardings"
+# Arguments that newcomers give to the wrong function.
+_OF_OTHERS = {
+    "has_aux": "`has_aux` belongs to what takes the gradient: `jax.value_and_grad(fn, "
+    "has_aux=True)`, or `tx.value_and_grad(loss_fn, opt_state, has_aux=True)`.",
+    **{
+        name: f"`{name}` belongs to `jax.jit`, which goes around."
+        for name in (*_OF_JIT.split(), "out_shardings")
+    },
+    **{
+        name: f"`{name}` belongs to `amp`: give `amp(fn, {name}=True, "
+        "compute_dtype=...)`, of the same dtype."
+        for name in ("lean", "strict")
+    },
+    **{
+        name: "Arguments of the model are given to it within the function: `lambda "
+        f"params, x: model.apply(params, x, {name}=...)`."
+        for name in ("train", "training", "deterministic", "is_training")
+    },
+}
+
 Hints = Callable[[Mapping[str, Any], tuple[Any, ...], dict[str, Any]], list[str]]
 """Makes sentences of advice from a function's parameters, args and kwargs."""
 
@@ -244,6 +311,9 @@ def explaining_misfits(
                     else:
                         raise
                 instead = hints(signature.parameters, args, kwargs)
+                unknown = [k for k in kwargs if k not in signature.parameters]
+                of_others = [_OF_OTHERS[k] for k in unknown if k in _OF_OTHERS]
+                instead += dict.fromkeys(of_others)
                 what = f"`{name}` can't be called so: {wrong}."
                 raise TypeError(" ".join([what, *instead])) from None
 
@@ -295,6 +365,39 @@ def showing_call(example: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]
     return explaining_misfits(example.split("(")[0], lambda *_: [f"Write `{example}`."])
 
 
+def warns_if_dropped(instead: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
+    """A decorator: a call whose result the user's statement drops warns.
+
+    For functions that change nothing in place, unlike those of other libraries that
+    they are taken for. `instead` is what to write."""
+
+    def decorate(function: Callable[_P, _R]) -> Callable[_P, _R]:
+        @functools.wraps(function)
+        def checked(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+            with hiding_frames:
+                out = function(*args, **kwargs)
+            frame = sys._getframe(1)
+            if _drops_result(frame.f_code, frame.f_lasti):
+                name = function.__name__
+                warn_or_raise(
+                    f"`{name}` changes nothing in place, and what it returns is "
+                    f"dropped here. Write `{instead}`.",
+                    strict=False,
+                )
+            return out
+
+        return checked
+
+    return decorate
+
+
+@functools.lru_cache(maxsize=256)
+def _drops_result(code: types.CodeType, called_at: int) -> bool:
+    """Whether the call at an offset in the bytecode is a statement of its own."""
+    later = (x.opname for x in dis.get_instructions(code) if x.offset > called_at)
+    return next(later, "") == "POP_TOP"
+
+
 def listing_arguments(function: Callable[_P, _R]) -> Callable[_P, _R]:
     """A decorator: where arguments don't fit, the error names those that there are."""
 
@@ -320,9 +423,11 @@ def without_derivative(message: str) -> Callable[[Any], Any]:
 
 
 RULE_CLOSES_OVER = """\
-A derivative rule (`jax.custom_vjp`, `jax.custom_jvp`) reads a value that it closes over
-and that belongs to the function which `amp` wraps. JAX runs the rule when that function
-has returned, and its values are gone. (`jax.grad(jax.jit(fn))` fails as well.)
+A value of an earlier call of the function which `amp` wraps is read, when it is gone:
+`amp` traces the function, as `jax.jit` does, so return values, and keep none in a dict
+or list. If you keep none, a derivative rule (`jax.custom_vjp`, `jax.custom_jvp`) closes
+over one. JAX runs the rule when that function has returned. (`jax.grad(jax.jit(fn))`
+fails as well.)
 Pass the value as an argument of the function that has the rule; a solver with implicit
 differentiation takes it as a parameter, such as jaxopt's `solver.run(init, w, x)` with
 `fixed_point_fun(z, w, x)`. Or put `amp` around the derivative: `amp(jax.grad(fn))`."""

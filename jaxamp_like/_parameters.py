@@ -26,6 +26,8 @@ def as_argnums(argnums: Any) -> Argnums:
     except TypeError:
         raise TypeError(
             f"`argnums` must be an integer or a tuple of integers, but got {argnums!r}."
+            + " Give an `nnx.DiffState` to `tx.value_and_grad(..., argnums=...)`."
+            * (type(argnums).__name__ == "DiffState")
         ) from None
 
 

@@ -525,7 +525,7 @@ def test_rules_that_extend_nothing(rules):
         with pytest.raises(AmpError, match=match):
             amp(net, amp_policy=policy, compute_dtype="bfloat16", strict=True)
     with pytest.warns(AmpWarning, match=match) as warned:
-        amp(net, amp_policy=rules, compute_dtype="bfloat16")
+        _ = amp(net, amp_policy=rules, compute_dtype="bfloat16")
     assert warned[0].filename == __file__
 
 

@@ -611,12 +611,12 @@ def test_variables_of_keras_are_given_by_their_values():
 def test_amp_of_what_amp_has_made_in_another_dtype():
     made_already = r"made already.*in float16: bfloat16 changes nothing"
     with pytest.warns(AmpWarning, match=made_already):
-        amp(mixed, compute_dtype="bfloat16")
+        _ = amp(mixed, compute_dtype="bfloat16")
     with pytest.warns(AmpWarning, match=made_already):
         enable_amp(amp(lambda w, x: loss(w, x)), adam, compute_dtype="bfloat16")
     with pytest.raises(AmpError, match="Use `amp` or `enable_amp` once"):
         amp(mixed, amp_policy="mixed_bfloat16", strict=True)
-    amp(jax.grad(mixed), compute_dtype="bfloat16", strict=True)  # holds more than it
+    _ = amp(jax.grad(mixed), compute_dtype="bfloat16", strict=True)  # holds more
     low = amp(loss, compute_dtype="bfloat16")
     assert amp(low)(w, x) == low(w, x)  # nothing was said of another dtype
     assert explain(low)(w, x).now.totals.flops_by_dtype.keys() == {"bfloat16"}
@@ -1148,6 +1148,8 @@ KNOWN = {
     "of_another": PolicyOfAnother(),
     "low_bit_state": storage.low_bit_state,
     "inference": jaxamp_like.inference,
+    "jaxamp_like": jaxamp_like,
+    "adam": adam,
     "optax_adam": optax.adam,
     "taking": lambda fn: KNOWN["optimizer"].value_and_grad(fn, KNOWN["state"])(W, X),
 }
@@ -1456,6 +1458,34 @@ ANSWERS = {
     "amp_stop('net')": "Use `@amp_stop` or `with amp_stop():`",
     "amp_stop(objective, 'float32')": "Write `amp_stop(fn)`",
     "amp_stop()(X)": "Use `@amp_stop` or `with amp_stop():`",
+    "optimizer.update(jnp.float32(1), state, W)": "was given one number, as a loss is",
+    "optimizer.apply_updates(W, W)": "optax.apply_updates(params, updates)",
+    "amp(objective, amp_policy='bfloat16_mixed')": "Did you mean 'mixed_bfloat16'?",
+    "policy + {'net': 'float32'}": "`default_amp_policy | {key: rule}`",
+    "explain(objective)(W, X).low_share": "Write `report.now.totals`",
+    "explain(objective)(W, X).to_html": "Write `report.save_html(path)`",
+    "explain(objective)(W, X).memory_saved": "Did you mean 'memory'?",
+    "explain(objective)(W, X).nan": "`trace_numerics(fn)(...)` runs the function",
+    "trace_numerics(objective)(W, X).nan": "Write `report.first_nonfinite`",
+    "global_policy('mixed_bfloat16')": "write `set_global_policy(policy)`",
+    "enable_amp(objective, adam, has_aux=True)": "opt_state, has_aux=True)`",
+    "enable_amp(objective, adam, lean=True)": "`lean` belongs to `amp`",
+    "guard_step(objective, donate_argnums=0)": "`donate_argnums` belongs to `jax.jit`",
+    "{jax.lax.dot_general_p: 'float32'} | policy": "default's rules come last",
+    "amp(objective, amp_policy=policy | {'net': 'float8_e4m3fn'})": "rule `float8()`",
+    "amp(objective, amp_policy=policy | {'net': 'amp_stop'})": "use_original_precision",
+    "optimizer.zero_grad": "loss, grads = tx.value_and_grad(loss_fn, opt_state)",
+    "optimizer.get_scale": "jaxamp_like.reports.amp_metrics(opt_state)",
+    "scaler.mu": "What the optimizer keeps is in `opt_state.inner_state`",
+    "optax.apply_updates(W, grads)": "updates, opt_state = tx.update(grads, opt_state",
+    "loss_scale_optimizer(objective, adam)": "`enable_amp(loss_fn, optimizer)`",
+    "low_bit_state(enable_amp(objective, adam))": "It comes within: `mixed, tx =",
+    "enable_amp(objective, adam, argnums=nnx.DiffState(0, nnx.Param))": "tx.value_and",
+    "rules.quantised": "It is in `jaxamp_like.presets`",
+    "scaling.amp_metrics": "It is in `jaxamp_like.reports`",
+    "convert(jax.tree_util.Partial(objective, W), X)(X)": "without example inputs",
+    "jaxamp_like.Autocast": "Write `mixed = amp(loss_fn)`",
+    "convert(objective, W, X, train=False)": "model.apply(params, x, train=...)",
 }
 
 
@@ -1535,7 +1565,8 @@ def test_a_global_policy_that_comes_too_late_is_told():
         said = amp(early, amp_policy="mixed_bfloat16"), amp(early, compute_dtype="f16")
         with jaxamp_like.using_policy("mixed_bfloat16"):
             said += (amp(early),)
-        amp(early)  # is gone by now
+        _ = amp(early)
+        del _  # is gone by now
         set_policy("mixed_bfloat16")
         assert len(said) == 3
     finally:

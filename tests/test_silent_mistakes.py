@@ -22,6 +22,7 @@ from jaxamp_like import (
     DynamicScalerState,
     Policy,
     PolicyMap,
+    _errors,
     amp,
     amp_stop,
     calibrate,
@@ -434,6 +435,82 @@ def test_methods_of_keras_are_those_of_the_model():
             getattr(mixed, name)()
 
 
+@pytest.mark.parametrize(
+    ("drop", "written"),
+    [
+        (lambda: drop_of_amp(), "mixed = amp"),
+        (lambda: drop_of_guard(), "step = guard_step"),
+        (lambda: drop_of_state(), "scaler = scaler.update"),
+    ],
+    ids=("amp", "guard_step", "update"),
+)
+def test_a_result_that_is_dropped(drop, written):
+    with pytest.warns(AmpWarning, match=f"dropped here. Write `{written}"):
+        drop()
+
+
+def drop_of_amp():
+    amp(loss, **bfloat16)
+
+
+def drop_of_guard():
+    guard_step(lambda state: state)
+
+
+def drop_of_state():
+    DynamicScalerState().update(True)
+
+
+def test_a_training_step_that_enable_amp_is_given(monkeypatch):
+    """Nothing scales the gradient in it; a loss with a gradient in it is none."""
+    tx = optax.sgd(1.0)
+
+    def step(w, state, x):
+        grads = jax.grad(loss)(w, x)
+        updates, state = tx.update(grads, state, w)
+        return optax.apply_updates(w, updates), state
+
+    def penalty(w, x):
+        return jnp.sum(jax.grad(loss, argnums=1)(w, x) ** 2)
+
+    mixed, _ = enable_amp(step, tx)
+    monkeypatch.setattr(_errors, "_seen", set())
+    with pytest.warns(AmpWarning, match="stands around a gradient.*`tx.value_and"):
+        mixed(w, tx.init(w), x)
+    monkeypatch.setattr(_errors, "_seen", set())
+    mixed, _ = enable_amp(penalty, tx)
+    mixed(w, x)
+
+
+def test_float16_by_default_within_another_amp(monkeypatch):
+    @amp
+    def layer(w, x):
+        return jnp.tanh(x @ w["a"])
+
+    def outer(w, x):
+        return jnp.mean((layer(w, x) @ w["b"]) ** 2)
+
+    monkeypatch.setattr(_errors, "_seen", set())
+    mixed = amp(outer, compute_dtype="bfloat16")
+    mixed(w, x)
+    with pytest.warns(AmpWarning, match="float16, since nothing says a dtype"):
+        jax.grad(mixed)(w, x)
+    monkeypatch.setattr(_errors, "_seen", set())
+    scaled, optimizer = enable_amp(outer, optax.sgd(1.0))
+    optimizer.grad(scaled, optimizer.init(w))(w, x)
+
+
+def test_gradients_that_a_mask_leaves_out_are_no_updates_of_all():
+    optimizer = loss_scale_optimizer(optax.sgd(1.0))
+    masked = optax.masked(optimizer, {"a": True, "b": False})
+    state = masked.init(w)
+    grads = optimizer.grad(loss, state)(w, x)
+    updates, _ = masked.update(grads, state, w)
+    optax.apply_updates(w, updates)
+    with pytest.raises(TypeError, match="`apply_updates` was given gradients"):
+        optax.apply_updates(w, grads)
+
+
 def test_policy_in_the_order_of_jmp():
     for dtypes in (("float32", "float16", "float16"), (jnp.float32, jnp.bfloat16)):
         with pytest.raises(ValueError, match=r"jmp\.Policy.*Policy\(compute_dtype="):
@@ -445,10 +522,10 @@ def test_policy_in_the_order_of_jmp():
 
 def test_policy_that_only_casts_parameters():
     with pytest.warns(AmpWarning, match="lowers nothing: it has neither"):
-        amp(loss, amp_policy=Policy(param_dtype="bfloat16"))
-    amp(loss, amp_policy=Policy())
-    amp(loss, amp_policy=Policy(param_dtype="bfloat16"), compute_dtype="bfloat16")
-    amp(loss, amp_policy=Policy(output_dtype="bfloat16"))
+        _ = amp(loss, amp_policy=Policy(param_dtype="bfloat16"))
+    _ = amp(loss, amp_policy=Policy())
+    _ = amp(loss, amp_policy=Policy(param_dtype="bfloat16"), compute_dtype="bfloat16")
+    _ = amp(loss, amp_policy=Policy(output_dtype="bfloat16"))
 
 
 @pytest.mark.parametrize("state", [DynamicScalerState(), optax.adam(1e-3).init(w)])

@@ -5,7 +5,8 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from .._dtypes import DType, did_you_mean, full_name, is_float
+from .._dtypes import DType, full_name, is_float
+from .._errors import did_you_mean
 from .._quantised import FORMATS
 from .._quantised.rule import Quantising
 from .._rules import Site, why_as_written

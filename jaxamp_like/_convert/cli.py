@@ -24,8 +24,7 @@ except ImportError as e:
 
 from .._certify import lock as locks
 from .._certify.certify import certify
-from .._dtypes import did_you_mean
-from .._errors import AmpError
+from .._errors import AmpError, did_you_mean
 from .._policies.settings import global_policy
 from .._reports import explain as explain_fn
 from .._reports.data.units import human_bytes

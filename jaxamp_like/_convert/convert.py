@@ -12,8 +12,8 @@ import jax
 from jax.typing import DTypeLike
 
 from .._amp import amp_by, warn_of_amp_twice
-from .._dtypes import cast, did_you_mean, is_float
-from .._errors import AmpError, warn_or_raise
+from .._dtypes import cast, is_float
+from .._errors import AmpError, did_you_mean, warn_or_raise
 from .._jax import is_array_or_shape, to_classic, trace
 from .._policies.mistakes import naming_mistakes
 from .._policies.presets.common import Op
@@ -194,7 +194,8 @@ def convert(
 def _saves_nothing(summary: Summary) -> bool:
     """Whether contractions are low, and their parameters are stored as before."""
     are_low = any("float32" not in one.reads for one in summary.contractions)
-    return are_low and bool(summary.parameters) and not summary.changed
+    were_full = any(one.before in ("float32", "float64") for one in summary.parameters)
+    return are_low and were_full and not summary.changed
 
 
 _SAVES_NOTHING = (

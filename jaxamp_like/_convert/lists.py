@@ -7,8 +7,7 @@ from typing import Any
 
 from jax import lax
 
-from .._dtypes import did_you_mean
-from .._errors import AmpError
+from .._errors import AmpError, did_you_mean
 from .._jax import Jaxpr, Primitive, raw, scopes, subjaxprs
 from .._policies.dictionary import Key, Lookup, is_program, is_stopped, show_key
 from .._policies.frozen import FrozenRules, checked_policy

@@ -18,6 +18,7 @@ from .._errors import (
     place_of,
     showing_call,
     warn_or_raise,
+    warns_if_dropped,
 )
 from .._frameworks.nnx import (
     Snapshot,
@@ -34,6 +35,7 @@ from .state import DynamicScalerState, NoScaler, is_scaler
 _Step = TypeVar("_Step", bound=Callable[..., Any])
 
 
+@warns_if_dropped("step = guard_step(step)")
 @showing_call("guard_step(step)")
 def guard_step(step: _Step) -> _Step:
     """A training step that leaves its state as it was if gradients overflowed.

@@ -11,6 +11,7 @@ it may be given only some of them (`optax.masked`), or the finite number that cl
 has made of an infinity."""
 
 import functools
+import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -103,6 +104,7 @@ class Unscaled(metaclass=_Explaining):
         return self._value
 
     def __jax_array__(self) -> Array:
+        refuse_as_updates()
         return self.value
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
@@ -255,8 +257,38 @@ def _has_marks(grads: Any) -> bool:
     return bool(_named(grads, _is_marked))
 
 
+def refuse_as_updates() -> None:
+    """Raises where the parameters would be changed by gradients as they are."""
+    frame = sys._getframe(2)
+    for _ in range(_DEPTH_OF_APPLY):
+        if frame is None:
+            return
+        module = str(frame.f_globals.get("__name__"))
+        if frame.f_code.co_name == "apply_updates" and module.startswith("optax."):
+            # Those that `optax.masked` leaves out are handed on on purpose.
+            leaves = jax.tree.leaves(frame.f_locals["updates"], is_leaf=_is_marked)
+            if not all(map(_is_marked, leaves)):
+                return
+            raise TypeError(
+                "`apply_updates` was given gradients of `tx.value_and_grad`, and would "
+                "add them to the parameters. The optimizer of `enable_amp` or "
+                "`loss_scale_optimizer` makes updates of them first: `updates, "
+                "opt_state = tx.update(grads, opt_state, params)`."
+            )
+        frame = frame.f_back
+
+
+_DEPTH_OF_APPLY = 30  # frames of JAX between `apply_updates` and the gradient
+
+
 def refuse_unmarked(grads: Any) -> None:
     """Raises for gradients that do not say that they come from a scaled loss."""
+    if eqx.is_inexact_array(grads) and grads.ndim == 0:
+        raise TypeError(
+            "`update` was given one number, as a loss is. `loss, grads = "
+            "tx.value_and_grad(loss_fn, opt_state)(...)` gives the gradients for it: "
+            "`tx.update(grads, opt_state, params)`."
+        )
     if named := _named(grads, eqx.is_inexact_array):
         raise TypeError(
             "Take gradients from `tx.value_and_grad(loss_fn, opt_state)(...)`, in the "

@@ -2,6 +2,7 @@
 
 import functools
 import sys
+import types
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Protocol
@@ -257,6 +258,8 @@ def loss_scale_optimizer(
             "`optimizer` must be an Optax optimizer (a `GradientTransformation`), but "
             f"was given {type(optimizer).__name__}{name and f' {name}'}.\n"
             "Give what is made by a call such as `optax.adam(1e-3)`."
+            + " Loss and optimizer together are for `enable_amp(loss_fn, optimizer)`."
+            * isinstance(optimizer, types.FunctionType)
             + " The `nnx.Optimizer` is made of what comes back: "
             "`nnx.Optimizer(model, tx, wrt=nnx.Param)`." * of_nnx
         )
@@ -353,6 +356,11 @@ _SCALE_OF_ANOTHER_RUN = (
 # What PyTorch's scaler and the optimizers of PyTorch, Flax and Keras have instead.
 _ELSEWHERE = {
     **dict.fromkeys(("step", "apply_gradients", "apply", "apply_gradient"), UPDATE),
+    "zero_grad": GRADIENT,
+    **dict.fromkeys(
+        ("get_scale", "loss_scale"), "jaxamp_like.reports.amp_metrics(opt_state)"
+    ),
+    "apply_updates": "params = optax.apply_updates(params, updates)",
     **dict.fromkeys(("scale", "unscale_", "backward", "minimize", "target"), GRADIENT),
 }
 _TWICE = (

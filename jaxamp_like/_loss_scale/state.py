@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import ArrayLike
 
-from .._errors import no_attribute
+from .._errors import no_attribute, warns_if_dropped
 from .._jax import is_tracer
 from .arithmetic import checked_finite, checked_loss, chosen, times, unscaled
 from .calls import BY_HAND, SETTINGS, with_call_hints
@@ -69,6 +69,9 @@ def _note_if_traced(scaler: Array) -> None:
         _begun_in_trace[id(scaler)] = scaler
 
 
+_OF_OPTIMIZERS = "mu nu count trace hyperparams".split()
+
+
 class DynamicScalerState(_Fields):
     r"""The loss scale and its counters: a named tuple of scalar arrays.
 
@@ -110,6 +113,10 @@ class DynamicScalerState(_Fields):
 
         def __getattr__(self, name: str) -> Any:
             hint = f"Did you mean `{SETTINGS[name]}`?" if name in SETTINGS else ""
+            if name in _OF_OPTIMIZERS:
+                hint = "What the optimizer keeps is in `opt_state.inner_state`."
+            if name in ("get_scale", "item"):
+                hint = "`jaxamp_like.reports.amp_metrics(opt_state)` tells the scale."
             if name == "adjust":  # of jmp
                 hint = "Write `scaler.update(finite)`, which returns the next state."
             raise no_attribute(self, name, hint or BY_HAND.get(name, ""))
@@ -195,6 +202,7 @@ class DynamicScalerState(_Fields):
         refuse_unscaled(grads)
         return unscaled(grads, self.clipped().scaler)
 
+    @warns_if_dropped("scaler = scaler.update(all_finite(grads))")
     @with_call_hints("scaler.update(all_finite(grads))")
     def update(self, finite: ArrayLike) -> Self:
         """The state that follows after a step.

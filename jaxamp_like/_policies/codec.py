@@ -15,8 +15,7 @@ import numpy as np
 from jax import lax
 
 from .. import _rules
-from .._dtypes import did_you_mean
-from .._errors import AmpError
+from .._errors import AmpError, did_you_mean
 from .._jax import Primitive
 from .._quantised import FORMATS, worth_eight_bits
 from .._rules import Callback, Rule, UsePrecision

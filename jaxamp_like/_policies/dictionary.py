@@ -72,6 +72,20 @@ class _Given(dict[Any, Any]):
             "changed in place. Make another: `default_amp_policy | {key: rule}`."
         )
 
+    def __ror__(self, other: Mapping[Any, Any]) -> dict[Any, Any]:
+        if lost := [k for k in other if k in self and other[k] != self[k]]:
+            raise TypeError(
+                f"In `{{...}} | default_amp_policy` the default's rules come last, and "
+                f"replace yours of {', '.join(map(show_key, lost))}. Write "
+                "`default_amp_policy | {...}`."
+            )
+        return {**other, **self}
+
+    def __add__(self, other: Any) -> NoReturn:
+        raise TypeError(
+            "Policies are joined by `|`: `default_amp_policy | {key: rule}`."
+        )
+
     __setitem__: Any = _refuse
     __delitem__: Any = _refuse
     __ior__: Any = _refuse

@@ -18,7 +18,14 @@ from jax.typing import DTypeLike
 
 from .._blocks import Block
 from .._dtypes import DType, as_compute_dtype
-from .._errors import AmpError, AmpWarning, place_of, showing_call, warn_or_raise
+from .._errors import (
+    AmpError,
+    AmpWarning,
+    explaining_misfits,
+    place_of,
+    showing_call,
+    warn_or_raise,
+)
 from .._jax import has_computed
 from .._within import within
 from .dictionary import Lookup
@@ -71,6 +78,9 @@ def note_wrapped(made: Callable[..., Any], fn: Callable[..., Any]) -> None:
         _wrapped_before[made] = place_of(fn)
 
 
+@explaining_misfits(
+    "global_policy", lambda *_: ["To set it, write `set_global_policy(policy)`."]
+)
 def global_policy() -> Policy | PolicyMap:
     """The policy that `amp` uses if it is given none.
 

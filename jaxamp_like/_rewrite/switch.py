@@ -19,16 +19,22 @@ def is_amp_disabled() -> bool:
     return _disabled.get()
 
 
-_tracing = ContextVar("jaxamp_like_tracing", default=False)
+# Whether an `amp` traces, and is differentiated; `None` if none traces.
+_tracing: ContextVar[bool | None] = ContextVar("jaxamp_like_tracing", default=None)
 
 
 def is_traced_by_amp() -> bool:
     """Whether what runs is being traced by an `amp` around it."""
-    return _tracing.get()
+    return _tracing.get() is not None
 
 
-def tracing_by_amp() -> contextlib.AbstractContextManager[None]:
-    return within(_tracing, True)
+def is_differentiated_outside() -> bool:
+    """Whether an `amp` around what runs is differentiated: its own tracers hide it."""
+    return _tracing.get() is True
+
+
+def tracing_by_amp(is_differentiated: bool) -> contextlib.AbstractContextManager[None]:
+    return within(_tracing, is_differentiated)
 
 
 _scaled = ContextVar("jaxamp_like_scaled", default=False)
@@ -49,6 +55,11 @@ def losses_scaled() -> int:
 
 def scaling_loss() -> contextlib.AbstractContextManager[None]:
     _losses_scaled.set(losses_scaled() + 1)
+    return within(_scaled, True)
+
+
+def of_a_loss_to_be_scaled() -> contextlib.AbstractContextManager[None]:
+    """What is wrapped within it is a loss that an optimizer will scale."""
     return within(_scaled, True)
 
 

@@ -14,8 +14,8 @@ class TracedCall(NamedTuple):
         jaxpr: its program.
         arrays: the arrays that the program takes.
         origins: for each array, whether it is a parameter.
-        is_scaled: whether a loss was scaled so far, or float16 is not the dtype by
-            default, so that gradients lack no scale.
+        is_scaled: whether a loss was scaled so far, or float16 is neither the dtype by
+            default nor that of `enable_amp`, so that gradients lack no scale.
         has_gradients: tells whether the results look like gradients by an argument."""
 
     fn: Callable[..., Any]

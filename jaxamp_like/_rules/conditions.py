@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 from jax.typing import DTypeLike
 
-from .._dtypes import did_you_mean
-from .._errors import AmpError, warn_or_raise, why_not_called
+from .._errors import AmpError, did_you_mean, warn_or_raise, why_not_called
 from .._primitives.contractions import at, dot_numbers, rest, summed_axes
 from . import Decision, Rule, Site
 from .base import DelegatingRule

@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .._dtypes import DType, bits, did_you_mean
-from .._errors import AmpError
+from .._dtypes import DType, bits
+from .._errors import AmpError, did_you_mean
 from .._jax import Zero, new_primitive, raw, recomputed_as, trace
 from .._tiles import largest_in_tiles, over_tiles, shard_shape
 from .constant import no_derivative, tied_zeros

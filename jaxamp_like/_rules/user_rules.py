@@ -9,13 +9,14 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from .._dtypes import NAMES, SHORT_NAMES, as_float_dtype, did_you_mean
-from .._errors import why_not_called
+from .._dtypes import NAMES, SHORT_NAMES, as_float_dtype, bits, full_name
+from .._errors import did_you_mean, why_not_called
 from .base import PACKAGE, Rule
 from .callback import SIGNATURE, Callback
 from .computing import use_precision
 from .low_bits import as_format
 
+_ORIGINAL = "amp_stop original none keep skip off exclude as_written".split()
 _MAP_HINT = " `PolicyMap` gives whole policies to scopes."
 
 
@@ -32,6 +33,12 @@ def as_rule(value: Any, argument: str) -> Rule:
                 f"`{argument}` is {value!r}, which is no floating dtype."
                 f"{_for_name_of_rule(value) or hint}"
             ) from None
+        if bits(jnp.dtype(full_name(value) if isinstance(value, str) else value)) < 16:
+            raise TypeError(
+                f"`{argument}` is {value!r}, which needs scales: without, the range of "
+                "8 bits is too small. Write the rule `float8()` (of "
+                "`jaxamp_like.rules`), or `amp_policy='float8_from_mixed_bfloat16'`."
+            )
         return use_precision(value)
     if is_made_by_calling(value):
         raise TypeError(
@@ -56,6 +63,9 @@ def _for_name_of_rule(value: Any) -> str:
     """What to write instead of the name of one of the library's rules; else ""."""
     # The module imports this one, which can't import it too.
     public = sys.modules.get(f"{PACKAGE}.rules")
+    if value in _ORIGINAL:
+        rule = "`jaxamp_like.rules.use_original_precision`"
+        return f" What keeps code as its author wrote it is {rule}, without quotes."
     if value not in getattr(public, "__all__", ()):
         return ""
     rule = getattr(public, value)

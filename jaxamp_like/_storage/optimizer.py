@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from .._dtypes import did_you_mean
 from .._errors import (
     calling_library,
+    did_you_mean,
     hiding_frames,
     length_of_state,
     no_attribute,
@@ -339,6 +339,11 @@ def checked_optimizer(optimizer: Any, wrapper: str) -> Any:
     """An optimizer whose `update` takes extra arguments, or an error of `wrapper`."""
     if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
         given = type(optimizer).__name__
+        if type(optimizer).__name__ == "Enabled":
+            raise TypeError(
+                f"`{wrapper}` was given a pair, as `enable_amp` returns. It comes "
+                f"within: `mixed, tx = enable_amp(loss_fn, {wrapper}(optimizer))`."
+            )
         if isinstance(optimizer, str) or inspect.isroutine(optimizer):
             given = repr(optimizer)
         raise TypeError(

@@ -4,9 +4,11 @@ import dataclasses
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from ..._errors import no_attribute
 from ..._rules.low_bits import COPIES
+from .elsewhere import OF_EXPLAIN
 from .heading import heading
 from .memory import ArgumentRecord, MemoryRecord, memory
 from .records import Program, RuleRecord, ScopeNode, scope_tree
@@ -25,6 +27,11 @@ class ReportData:
     versions: Mapping[str, str]
     arguments: tuple[ArgumentRecord, ...] = ()
     notes: tuple[str, ...] = ()
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            raise no_attribute(self, name, OF_EXPLAIN.get(name, ""))
 
     @property
     def memory(self) -> tuple[MemoryRecord, ...]:

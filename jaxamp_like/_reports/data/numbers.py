@@ -6,9 +6,11 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
+from ..._errors import no_attribute
 from .columns import Column
+from .elsewhere import OF_NUMERICS
 from .heading import heading
 from .records import Path, Place, paths_to
 
@@ -206,6 +208,11 @@ class NumericsData:
     nonfinite_arguments: tuple[str, ...]
     ops: tuple[OpNumerics, ...]
     versions: Mapping[str, str]
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            raise no_attribute(self, name, OF_NUMERICS.get(name, ""))
 
     @property
     def first_nonfinite(self) -> OpNumerics | None:

@@ -21,17 +21,18 @@ def of_gradients(steps: Iterable[Step]) -> list[Step]:
 
 
 def report_of_unscaled_gradients(steps: list[Step]) -> str | None:
-    """What to say of gradients that are computed in float16, which nobody asked for."""
+    """What to say of gradients in float16 whose loss nothing has scaled."""
     found = [step for step in of_gradients(steps) if step.is_compute]
     if not found:
         return None
     return (
-        "`amp` computes in float16, since nothing says a dtype, and stands around a "
-        "gradient that is taken without a loss scale: below 6e-8 it becomes zero. The "
-        f"gradient is that of {source_line(found[0].eqn)}. Put `amp` around the loss, "
-        "in bfloat16, `amp(loss_fn, compute_dtype='bfloat16')`, or take `enable_amp`, "
-        "whose optimizer scales the loss. If you scale it by hand, say "
-        "`compute_dtype='float16'`."
+        "`amp` computes in float16 and stands around a gradient that is taken without "
+        "a loss scale: below 6e-8 it becomes zero. The gradient is that of "
+        f"{source_line(found[0].eqn)}. Give the loss alone, `mixed, tx = enable_amp("
+        "loss_fn, optimizer)`, and take the gradient by `tx.value_and_grad(mixed, "
+        "opt_state)`, which scales the loss; or put `amp` around the loss, in "
+        "bfloat16, `amp(loss_fn, compute_dtype='bfloat16')`. If you scale it by hand, "
+        "say `compute_dtype='float16'` to `amp`."
     )
 
 
