@@ -1,6 +1,7 @@
 """Mistakes that would change nothing, or the wrong thing, without a word are told."""
 
 import pickle
+from contextvars import ContextVar
 from typing import Any
 
 import equinox as eqx
@@ -36,6 +37,7 @@ from jaxamp_like import (
     storage,
     using_policy,
 )
+from jaxamp_like._rewrite import switch
 from jaxamp_like.scaling import all_finite, scale_loss, unscale_grads
 
 pytestmark = pytest.mark.quick
@@ -475,6 +477,7 @@ def test_a_training_step_that_enable_amp_is_given(monkeypatch):
 
     mixed, _ = enable_amp(step, tx)
     monkeypatch.setattr(_errors, "_seen", set())
+    monkeypatch.setattr(switch, "_losses_scaled", ContextVar("scaled", default=0))
     with pytest.warns(AmpWarning, match="stands around a gradient.*`tx.value_and"):
         mixed(w, tx.init(w), x)
     monkeypatch.setattr(_errors, "_seen", set())
