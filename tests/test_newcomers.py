@@ -1476,6 +1476,8 @@ ANSWERS = {
     "amp(objective, amp_policy=policy | {'net': 'amp_stop'})": "use_original_precision",
     "optimizer.zero_grad": "loss, grads = tx.value_and_grad(loss_fn, opt_state)",
     "optimizer.get_scale": "jaxamp_like.reports.amp_metrics(opt_state)",
+    "optimizer.value_and_grad(objective, state, redo_on_nan=2)": "repeats no step",
+    "optimizer.grad(objective, state._replace(scaler=2.0))": "state.scaler._replace(",
     "scaler.mu": "What the optimizer keeps is in `opt_state.inner_state`",
     "optax.apply_updates(W, grads)": "updates, opt_state = tx.update(grads, opt_state",
     "loss_scale_optimizer(objective, adam)": "`enable_amp(loss_fn, optimizer)`",

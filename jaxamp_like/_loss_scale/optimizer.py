@@ -180,7 +180,18 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
                 "Write `tx.value_and_grad(loss_fn, opt_state)(params, batch)`, and "
                 "`tx.grad` likewise."
             )
+        if "redo_on_nan" in options:
+            raise TypeError(
+                "`redo_on_nan` belongs to `dynamic_scale_value_and_grad`. This optimizer "
+                "repeats no step: it skips one that overflows, and lowers the scale."
+            )
         scaler = scaler_of(opt_state)
+        if eqx.is_array_like(scaler):
+            raise TypeError(
+                "`opt_state.scaler` is a number, but must be a state. To change the "
+                "scale, write `opt_state._replace(scaler=opt_state.scaler._replace("
+                "scaler=1024.0))`."
+            )
         if isinstance(scaler, Mapping) and not self.scales:
             raise TypeError(_SCALE_OF_ANOTHER_RUN)
         if self.scales and isinstance(scaler, NoScaler):
