@@ -3,6 +3,7 @@
 The names here are those that most programs need. The others live in `rules`, `presets`,
 `scaling`, `storage`, `reports` and `inference`; each can be imported from here too."""
 
+import functools
 import sys
 from difflib import get_close_matches
 from typing import Any
@@ -26,7 +27,7 @@ from ._delayed import (
     init_amp_state as init_amp_state,
 )
 from ._enable import enable_amp as enable_amp
-from ._errors import AmpError as AmpError, AmpWarning as AmpWarning
+from ._errors import AmpError as AmpError, AmpWarning as AmpWarning, refuse_name
 from ._frameworks.scopes import scope_modules as scope_modules
 from ._policies.dictionary import default_amp_policy as default_amp_policy
 from ._policies.named import Policy as Policy
@@ -124,6 +125,10 @@ _WRITTEN = {
 
 __version__: str  # read when it is asked for
 _HOMES = rules, presets, scaling, storage, reports, inference
+for _home in _HOMES:  # not where a type checker would take it for any name
+    vars(_home).setdefault(
+        "__getattr__", functools.partial(refuse_name, _home.__name__)
+    )
 
 
 def __dir__() -> list[str]:

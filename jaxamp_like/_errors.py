@@ -169,38 +169,29 @@ def length_of_state(state: Any, library: str | None, optimizer: str) -> int:
     return tuple.__len__(state)
 
 
-def no_name_in(home: str, name: str, hint: str = "") -> Exception:
-    """The error of a public module without such a name, which says where there is one.
-
-    It is made by the `__getattr__` of the module.
-
-    Args:
-        home: the module.
-        name: what is looked for.
-        hint: what to write instead, if it is known."""
+def refuse_name(home: str, name: str) -> NoReturn:
+    """The `__getattr__` of a public module, which says where there is such a name."""
+    if name.startswith("_"):  # which Python and its tools ask for
+        raise AttributeError(f"module {home!r} has no attribute {name!r}")
     package = home.partition(".")[0]
-    modules = (f"{package}.{one}" for one in HOMES if f"{package}.{one}" != home)
-    found = [m for m in modules if name in getattr(sys.modules.get(m), "__all__", ())]
-    if name in getattr(sys.modules.get(package), "__all__", ()):
-        found = [package]
-    hint = hint or (f"It is in `{found[0]}`." if found else "")
+    public = vars(sys.modules[package])
+    modules = [package, *(x.__name__ for x in public["_HOMES"])]
+    found = [m for m in modules if name in getattr(sys.modules[m], "__all__", ())]
+    hint = f"It is in `{found[0]}`." if found else ""
     hint = hint or did_you_mean(name, sys.modules[home].__all__).strip()
-    reader = sys._getframe(2)
+    reader = sys._getframe(1)
     # `from home import name` would make another error of an `AttributeError`.
     is_import = _at(reader.f_code, reader.f_lasti) == "IMPORT_FROM"
     said = f"module {home!r} has no attribute {name!r}."
     said = f"cannot import name {name!r} from {home!r}." if is_import else said
     error = ImportError if is_import else AttributeError
-    return error(" ".join(filter(None, (said, hint))))
+    raise error(" ".join(filter(None, (said, hint))))
 
 
 def _at(code: types.CodeType, offset: int) -> str:
     """The name of the instruction that runs."""
     instructions = dis.get_instructions(code)
     return next((x.opname for x in instructions if x.offset == offset), "")
-
-
-HOMES = "rules", "presets", "scaling", "storage", "reports", "inference"
 
 
 def did_you_mean(name: Any, known: Iterable[str]) -> str:

@@ -3,7 +3,6 @@
 
 Each is a function that returns a policy: `amp(fn, amp_policy=pytorch_autocast())`."""
 
-from ._errors import no_name_in
 from ._policies.over_devices import full_sums_over_devices as full_sums_over_devices
 from ._policies.presets import (
     full_precision as full_precision,
@@ -25,7 +24,3 @@ __all__ = [
     "quantised",
     "tensorflow_graph_rewrite",
 ]
-
-
-def __getattr__(name: str) -> object:
-    raise no_name_in(__name__, name)

@@ -4,7 +4,6 @@ from ._calibrate import Budget as Budget, Calibration as Calibration, Device as 
 from ._certify.certificate import Certificate as Certificate
 from ._certify.certify import certify as certify
 from ._certify.records import Certified as Certified, StoredArray as StoredArray
-from ._errors import no_name_in
 from ._reports import (
     NumericsReport as NumericsReport,
     Report as Report,
@@ -29,7 +28,3 @@ __all__ = [
     "explain",
     "trace_numerics",
 ]
-
-
-def __getattr__(name: str) -> object:
-    raise no_name_in(__name__, name)

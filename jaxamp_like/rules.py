@@ -5,7 +5,6 @@ A dtype stands for `use_precision(dtype)`, and any function
 `rule(compute_dtype, original_dtypes, *invars, **bind_params)` that returns
 `(invars, bind_params)` for a rule of your own."""
 
-from ._errors import no_name_in
 from ._quantised import (
     float8 as float8,
     int4 as int4,
@@ -71,7 +70,3 @@ __all__ = [
     "wide",
     "worth_eight_bits",
 ]
-
-
-def __getattr__(name: str) -> object:
-    raise no_name_in(__name__, name)

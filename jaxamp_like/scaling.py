@@ -3,7 +3,6 @@
 Begin with `loss_scale_optimizer` (for Optax) or `dynamic_scale_value_and_grad`; the
 rest is for looking at a scale, saving it, and steering it."""
 
-from ._errors import no_name_in
 from ._loss_scale.arithmetic import all_finite as all_finite
 from ._loss_scale.by_hand import (
     scale_loss as scale_loss,
@@ -55,7 +54,3 @@ __all__ = [
     "static_scaler",
     "unscale_grads",
 ]
-
-
-def __getattr__(name: str) -> object:
-    raise no_name_in(__name__, name)

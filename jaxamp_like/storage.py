@@ -3,7 +3,6 @@
 `low_bit_state` stores an optimizer's moments in 8 or 4 bits. `apply_updates` trains
 bfloat16 parameters that have no float32 copy."""
 
-from ._errors import no_name_in
 from ._storage.codes import LowBitArray as LowBitArray
 from ._storage.optimizer import (
     LowBitState as LowBitState,
@@ -27,7 +26,3 @@ __all__ = [
     "to_low_bit_state",
     "update_in_float32",
 ]
-
-
-def __getattr__(name: str) -> object:
-    raise no_name_in(__name__, name)

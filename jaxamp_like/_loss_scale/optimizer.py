@@ -182,8 +182,9 @@ class LossScaleOptimizer(optax.GradientTransformationExtraArgs):
             )
         if "redo_on_nan" in options:
             raise TypeError(
-                "`redo_on_nan` belongs to `dynamic_scale_value_and_grad`. This optimizer "
-                "repeats no step: it skips one that overflows, and lowers the scale."
+                "`redo_on_nan` belongs to `dynamic_scale_value_and_grad`. This "
+                "optimizer repeats no step: it skips one that overflows, and lowers "
+                "the scale."
             )
         scaler = scaler_of(opt_state)
         if eqx.is_array_like(scaler):
