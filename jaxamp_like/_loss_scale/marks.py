@@ -266,7 +266,7 @@ def refuse_as_updates() -> None:
         module = str(frame.f_globals.get("__name__"))
         if frame.f_code.co_name == "apply_updates" and module.startswith("optax."):
             # Those that `optax.masked` leaves out are handed on on purpose.
-            leaves = jax.tree.leaves(frame.f_locals["updates"], is_leaf=_is_marked)
+            leaves = jax.tree.leaves(frame.f_locals.get("updates"), is_leaf=_is_marked)
             if not all(map(_is_marked, leaves)):
                 return
             raise TypeError(
