@@ -83,7 +83,6 @@ from ._rewrite.remat_mode import RematMode
 from ._rewrite.rounded_losses import warn_of_rounded_losses
 from ._rewrite.switch import (
     is_amp_disabled,
-    is_differentiated_outside,
     is_in_amp_stop,
     is_in_scaled_loss,
     is_traced_by_amp,
@@ -355,7 +354,7 @@ def amp_by(
     warns_of_float16 = is_float16 and settings.is_by_default and not of_enable_amp
     lacks_scale = is_float16 and (settings.is_by_default or of_enable_amp)
     rewritten = functools.partial(
-        _rewritten, planner, run or run_by_plan, fn, argnums, lacks_scale
+        _rewritten, planner, run or run_by_plan, fn, argnums, lacks_scale, of_enable_amp
     )
 
     @functools.wraps(fn, assigned=names_of(fn), updated=())
@@ -377,8 +376,7 @@ def amp_by(
             warn_or_raise(report_of_amp_stopped(fn), strict=False)
         # A report may take a derivative that nobody else takes.
         if warns_of_float16 and not (is_in_scaled_loss() or is_recorded()):
-            leaves = jax.tree.leaves((args, kwargs))
-            if is_differentiated_outside() or any(map(is_differentiated, leaves)):
+            if any(map(is_differentiated, jax.tree.leaves((args, kwargs)))):
                 warn_or_raise(FLOAT16_BY_DEFAULT, strict=False)
         held = holders(fn, args, kwargs)
         # `init` is run as it is: it must return its new parameters, not tracers.
@@ -420,6 +418,7 @@ def _rewritten(
     given: Callable[..., Any],
     argnums: tuple[int, ...],
     lacks_scale: bool,
+    is_loss: bool,
     fn: Callable[..., Any],
 ) -> Callable[..., Any]:
     """`fn`, rewritten when it is called; `given` is how the user knows it."""
@@ -447,8 +446,7 @@ def _rewritten(
 
         # Errors of JAX name the function that they arose in.
         vars(flat).update(__signature__=inspect.signature(flat), __wrapped__=fn)
-        is_outer = is_differentiated_outside() or any(map(is_differentiated, arrays))
-        with explaining_tracing(), without_setting(), tracing_by_amp(is_outer):
+        with explaining_tracing(), without_setting(), tracing_by_amp():
             jaxpr = trace(flat, arrays)
         if are_partly_mapped([*arrays, *consts(jaxpr)]):
             in_force = in_force.of_partly_mapped
@@ -466,7 +464,9 @@ def _rewritten(
                 jaxpr,
                 arrays,
                 origins,
-                is_scaled=not lacks_scale or losses_scaled() > 0,
+                is_scaled=not lacks_scale
+                or losses_scaled() > 0
+                or (is_loss and _begins_with_number(jaxpr)),
                 has_gradients=lambda: returns_tree_like(
                     args, jax.tree.unflatten(out_tree, made)
                 ),
@@ -475,6 +475,12 @@ def _rewritten(
         return jax.tree.unflatten(out_tree, merged(outs, is_out, values))
 
     return rewritten
+
+
+def _begins_with_number(jaxpr: Any) -> bool:
+    """Whether the first result is one number, as that of a loss, whatever follows."""
+    first = next(iter(raw(jaxpr).outvars), None)
+    return first is not None and getattr(first.aval, "shape", None) == ()
 
 
 def run_by_plan(

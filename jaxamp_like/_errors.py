@@ -3,7 +3,9 @@
 import dis
 import functools
 import inspect
+import linecache
 import os
+import re
 import sys
 import types
 import warnings
@@ -368,8 +370,8 @@ def warns_if_dropped(instead: str) -> Callable[[Callable[_P, _R]], Callable[_P, 
             with hiding_frames:
                 out = function(*args, **kwargs)
             frame = sys._getframe(1)
-            if _drops_result(frame.f_code, frame.f_lasti):
-                name = function.__name__
+            name = function.__name__
+            if _drops_result(frame.f_code, frame.f_lasti, name):
                 warn_or_raise(
                     f"`{name}` changes nothing in place, and what it returns is "
                     f"dropped here. Write `{instead}`.",
@@ -383,10 +385,17 @@ def warns_if_dropped(instead: str) -> Callable[[Callable[_P, _R]], Callable[_P, 
 
 
 @functools.lru_cache(maxsize=256)
-def _drops_result(code: types.CodeType, called_at: int) -> bool:
-    """Whether the call at an offset in the bytecode is a statement of its own."""
+def _drops_result(code: types.CodeType, called_at: int, name: str) -> bool:
+    """Whether the instruction at an offset calls the function by its name and no more.
+
+    The source decides: `fns.extend(map(amp, fns))` runs in C, and its own result is
+    dropped, not that of `amp`. Without source nothing is known."""
     later = (x.opname for x in dis.get_instructions(code) if x.offset > called_at)
-    return next(later, "") == "POP_TOP"
+    if next(later, "") != "POP_TOP":
+        return False
+    line, _, column, _ = [*code.co_positions()][called_at // 2]
+    source = linecache.getline(code.co_filename, line or 0).encode()[column or 0 :]
+    return re.match(rf"[\w.]*\b{name}\s*\(", source.decode(errors="ignore")) is not None
 
 
 def listing_arguments(function: Callable[_P, _R]) -> Callable[_P, _R]:

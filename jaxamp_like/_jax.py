@@ -686,15 +686,6 @@ def hands_on_what_is_unread() -> bool:
     return getattr(jax.config, "jax_custom_jvp3", False)
 
 
-def without_derivative(x: Any) -> Any:
-    """`x`, of which the rule of a `custom_jvp` function reads no tangent.
-
-    Where such a function is a hi-primitive, JAX makes zeros for the cotangent of each
-    operand (checked on JAX 0.12); else it knows that there is none."""
-    is_hi = getattr(jax.config, "jax_custom_jvp3", False)
-    return jax.lax.stop_gradient(x) if is_hi else x
-
-
 def tangent_aval(x: Any) -> Any:
     """The aval of an array's tangents: of float0 if its numbers have no derivative."""
     return jax.typeof(x).to_tangent_aval()

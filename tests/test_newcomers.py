@@ -1458,7 +1458,7 @@ ANSWERS = {
     "amp_stop('net')": "Use `@amp_stop` or `with amp_stop():`",
     "amp_stop(objective, 'float32')": "Write `amp_stop(fn)`",
     "amp_stop()(X)": "Use `@amp_stop` or `with amp_stop():`",
-    "optimizer.update(jnp.float32(1), state, W)": "was given one number, as a loss is",
+    "optimizer.update(jnp.float32(1), state, W)": "If it is the loss, give the",
     "optimizer.apply_updates(W, W)": "optax.apply_updates(params, updates)",
     "amp(objective, amp_policy='bfloat16_mixed')": "Did you mean 'mixed_bfloat16'?",
     "policy + {'net': 'float32'}": "`default_amp_policy | {key: rule}`",

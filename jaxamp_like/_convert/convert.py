@@ -194,7 +194,10 @@ def convert(
 def _saves_nothing(summary: Summary) -> bool:
     """Whether contractions are low, and their parameters are stored as before."""
     are_low = any("float32" not in one.reads for one in summary.contractions)
-    were_full = any(one.before in ("float32", "float64") for one in summary.parameters)
+    were_full = any(
+        one.before in ("float32", "float64") and len(one.shape) > 1
+        for one in summary.parameters
+    )
     return are_low and were_full and not summary.changed
 
 

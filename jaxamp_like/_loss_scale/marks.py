@@ -265,9 +265,10 @@ def refuse_as_updates() -> None:
             return
         module = str(frame.f_globals.get("__name__"))
         if frame.f_code.co_name == "apply_updates" and module.startswith("optax."):
-            # Those that `optax.masked` leaves out are handed on on purpose.
+            # What a user has made of gradients, or `optax.masked` leaves out, may be
+            # updates: it is another object than `value_and_grad` returned.
             leaves = jax.tree.leaves(frame.f_locals.get("updates"), is_leaf=_is_marked)
-            if not all(map(_is_marked, leaves)):
+            if not all(_is_marked(g) and g._verdict is not None for g in leaves):
                 return
             raise TypeError(
                 "`apply_updates` was given gradients of `tx.value_and_grad`, and would "
@@ -285,9 +286,10 @@ def refuse_unmarked(grads: Any) -> None:
     """Raises for gradients that do not say that they come from a scaled loss."""
     if eqx.is_inexact_array(grads) and grads.ndim == 0:
         raise TypeError(
-            "`update` was given one number, as a loss is. `loss, grads = "
-            "tx.value_and_grad(loss_fn, opt_state)(...)` gives the gradients for it: "
-            "`tx.update(grads, opt_state, params)`."
+            "`update` was given one number. If it is the loss, give the gradients: "
+            "`loss, grads = tx.value_and_grad(loss_fn, opt_state)(...)`, then "
+            "`tx.update(grads, opt_state, params)`. If it is a gradient, take it so, "
+            "and not from `jax.value_and_grad`, which scales no loss."
         )
     if named := _named(grads, eqx.is_inexact_array):
         raise TypeError(

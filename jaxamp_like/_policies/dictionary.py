@@ -72,7 +72,9 @@ class _Given(dict[Any, Any]):
             "changed in place. Make another: `default_amp_policy | {key: rule}`."
         )
 
-    def __ror__(self, other: Mapping[Any, Any]) -> dict[Any, Any]:
+    def __ror__(self, other: Any) -> dict[Any, Any]:
+        if not isinstance(other, Mapping):
+            return NotImplemented
         if lost := [k for k in other if k in self and other[k] != self[k]]:
             raise TypeError(
                 f"In `{{...}} | default_amp_policy` the default's rules come last, and "

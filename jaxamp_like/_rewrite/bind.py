@@ -25,11 +25,11 @@ from .._structural.base import dtypes_of
 from .._structural.saved import mark_saved
 from .casts import (
     cast_of,
-    low_with_full_gradient,
     moved_with_full_gradient,
     residual_add,
     round_cotangent,
     rounded_for_all_readers,
+    with_full_gradient,
 )
 from .deduplication import Deduplicated
 from .gathering import Gathering
@@ -262,9 +262,7 @@ class Binder:
             return value
         held: DType = value.dtype if dtype is None else dtype
         if atom in self.shared and bits(held) < bits(author):
-            return low_with_full_gradient(
-                self.in_full(atom), self._in_dtype(atom, held)
-            )
+            return with_full_gradient(self.in_full(atom), self._in_dtype(atom, held))
         return self._in_dtype(atom, held)
 
     def in_full(self, var: Any) -> Any:
@@ -468,7 +466,7 @@ class Binder:
         low = self._cast_through_views(atom, dtype)
         roots, chain = self.views.inputs_of([atom])
         if len(roots) > 1 or not any(s.eqn.primitive.name in PLACING for s in chain):
-            return low_with_full_gradient(self.env[atom], low)
+            return with_full_gradient(self.env[atom], low)
 
         def move(t: Any) -> Any:
             env = dict.fromkeys(roots, t)

@@ -9,19 +9,15 @@ import jax.numpy as jnp
 from jax import lax
 
 from .._dtypes import DType, bits, cast, cast_as, is_float
-from .._jax import SymbolicZero, Zero, new_primitive, without_derivative
+from .._jax import SymbolicZero, Zero, new_primitive
 from .._rules import behind_barrier, with_cotangent_barrier
-
-
-def low_with_full_gradient(full: Any, low: Any) -> Any:
-    """The value `low`, differentiated as a cast of `full`.
-
-    One cast serves many readers, and still the gradient adds up in full."""
-    return with_full_gradient(full, without_derivative(low))
 
 
 @jax.custom_jvp
 def with_full_gradient(full: Any, low: Any) -> Any:
+    """The value `low`, differentiated as a cast of `full`.
+
+    One cast serves many readers, and still the gradient adds up in full."""
     del full
     return low
 
@@ -45,7 +41,7 @@ def moved_with_full_gradient(full: Any, low: Any, move: Callable[[Any], Any]) ->
     def _(primals, tangents):
         return primals[1], move(cast(tangents[0], primals[1].dtype))
 
-    return attached(full, without_derivative(low))
+    return attached(full, low)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))

@@ -16,7 +16,7 @@ from .._rules import (
 from .._rules.low_bits import LowBits
 from .._structural import Step
 from .._structural.saved import mark_saved
-from .casts import low_with_full_gradient
+from .casts import with_full_gradient
 from .deduplication import code_of
 from .remat import Region
 from .remat_mode import RematMode
@@ -164,7 +164,7 @@ def bind_recomputing_casts(
             with eqn_context(without_scopes(view.eqn)):
                 outs = inner.apply(view)
                 if _is_pvary(view):
-                    outs = [low_with_full_gradient(next(summed), x) for x in outs]
+                    outs = [with_full_gradient(next(summed), x) for x in outs]
                 inner.env |= zip(view.eqn.outvars, outs, strict=True)
         read = dict(zip(arrays, operands[first_array:], strict=True))
         return inner.apply(step, static | read)

@@ -19,22 +19,16 @@ def is_amp_disabled() -> bool:
     return _disabled.get()
 
 
-# Whether an `amp` traces, and is differentiated; `None` if none traces.
-_tracing: ContextVar[bool | None] = ContextVar("jaxamp_like_tracing", default=None)
+_tracing = ContextVar("jaxamp_like_tracing", default=False)
 
 
 def is_traced_by_amp() -> bool:
     """Whether what runs is being traced by an `amp` around it."""
-    return _tracing.get() is not None
+    return _tracing.get()
 
 
-def is_differentiated_outside() -> bool:
-    """Whether an `amp` around what runs is differentiated: its own tracers hide it."""
-    return _tracing.get() is True
-
-
-def tracing_by_amp(is_differentiated: bool) -> contextlib.AbstractContextManager[None]:
-    return within(_tracing, is_differentiated)
+def tracing_by_amp() -> contextlib.AbstractContextManager[None]:
+    return within(_tracing, True)
 
 
 _scaled = ContextVar("jaxamp_like_scaled", default=False)

@@ -36,7 +36,7 @@ def as_rule(value: Any, argument: str) -> Rule:
         if bits(jnp.dtype(full_name(value) if isinstance(value, str) else value)) < 16:
             raise TypeError(
                 f"`{argument}` is {value!r}, which needs scales: without, the range of "
-                "8 bits is too small. Write the rule `float8()` (of "
+                "so few bits is too small. Write the rule `float8()` (of "
                 "`jaxamp_like.rules`), or `amp_policy='float8_from_mixed_bfloat16'`."
             )
         return use_precision(value)

@@ -175,7 +175,7 @@ def cotangents_added_low():
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(Binder, "_in_dtype", _in_dtype))
         stack.enter_context(
-            mock.patch.object(_bind, "low_with_full_gradient", lambda full, low: low)
+            mock.patch.object(_bind, "with_full_gradient", lambda full, low: low)
         )
         return stack.pop_all()
 
