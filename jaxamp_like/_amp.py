@@ -418,7 +418,7 @@ def _rewritten(
     given: Callable[..., Any],
     argnums: tuple[int, ...],
     lacks_scale: bool,
-    is_loss: bool,
+    of_enable_amp: bool,
     fn: Callable[..., Any],
 ) -> Callable[..., Any]:
     """`fn`, rewritten when it is called; `given` is how the user knows it."""
@@ -466,7 +466,7 @@ def _rewritten(
                 origins,
                 is_scaled=not lacks_scale
                 or losses_scaled() > 0
-                or (is_loss and _begins_with_number(jaxpr)),
+                or (of_enable_amp and _begins_with_number(jaxpr)),
                 has_gradients=lambda: returns_tree_like(
                     args, jax.tree.unflatten(out_tree, made)
                 ),

@@ -172,7 +172,7 @@ def length_of_state(state: Any, library: str | None, optimizer: str) -> int:
 
 
 def refuse_name(home: str, name: str) -> NoReturn:
-    """The `__getattr__` of a public module, which says where there is such a name."""
+    """The `__getattr__` of public modules: its error says which of them has a name."""
     if name.startswith("_"):  # which Python and its tools ask for
         raise AttributeError(f"module {home!r} has no attribute {name!r}")
     package = home.partition(".")[0]
@@ -183,17 +183,11 @@ def refuse_name(home: str, name: str) -> NoReturn:
     hint = hint or did_you_mean(name, sys.modules[home].__all__).strip()
     reader = sys._getframe(1)
     # `from home import name` would make another error of an `AttributeError`.
-    is_import = _at(reader.f_code, reader.f_lasti) == "IMPORT_FROM"
-    said = f"module {home!r} has no attribute {name!r}."
-    said = f"cannot import name {name!r} from {home!r}." if is_import else said
-    error = ImportError if is_import else AttributeError
-    raise error(" ".join(filter(None, (said, hint))))
-
-
-def _at(code: types.CodeType, offset: int) -> str:
-    """The name of the instruction that runs."""
-    instructions = dis.get_instructions(code)
-    return next((x.opname for x in instructions if x.offset == offset), "")
+    runs = dis.opname[reader.f_code.co_code[reader.f_lasti]]
+    if runs == "IMPORT_FROM":
+        raise ImportError(f"cannot import name {name!r} from {home!r}. {hint}".strip())
+    said = f"module {home!r} has no attribute {name!r}. {hint}"
+    raise AttributeError(said.strip())
 
 
 def did_you_mean(name: Any, known: Iterable[str]) -> str:
@@ -359,7 +353,7 @@ def showing_call(example: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]
 
 
 def warns_if_dropped(instead: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
-    """A decorator: a call whose result the user's statement drops warns.
+    """A decorator that warns where a statement drops the result of the call.
 
     For functions that change nothing in place, unlike those of other libraries that
     they are taken for. `instead` is what to write."""
@@ -423,10 +417,10 @@ def without_derivative(message: str) -> Callable[[Any], Any]:
 
 
 RULE_CLOSES_OVER = """\
-A value of an earlier call of the function which `amp` wraps is read, when it is gone:
-`amp` traces the function, as `jax.jit` does, so return values, and keep none in a dict
-or list. If you keep none, a derivative rule (`jax.custom_vjp`, `jax.custom_jvp`) closes
-over one. JAX runs the rule when that function has returned. (`jax.grad(jax.jit(fn))`
+A value is read whose trace has ended. `amp` traces the function that it wraps, as
+`jax.jit` does: return its values, and keep none of them in a dict or list. If you keep
+none, a derivative rule (`jax.custom_vjp`, `jax.custom_jvp`) closes over a value of that
+function, and JAX runs the rule when the function has returned. (`jax.grad(jax.jit(fn))`
 fails as well.)
 Pass the value as an argument of the function that has the rule; a solver with implicit
 differentiation takes it as a parameter, such as jaxopt's `solver.run(init, w, x)` with

@@ -191,13 +191,13 @@ class Converted:
         except FAILURES as e:
             if _is_like(inputs, self.example_inputs):
                 raise
-            has_params = bool(inputs) and _is_like(inputs[0], self.params)
-            if not self.example_inputs and inputs:
+            if inputs and not self.example_inputs:
                 raise TypeError(
                     f"{self.summary.name} was converted without example inputs, and is "
                     "called with some. Write `convert(fn, params, *example_inputs)`: "
                     "the parameters come second, and are an argument of `fn`."
                 ) from e
+            has_params = bool(inputs) and _is_like(inputs[0], self.params)
             holds = has_params and len(inputs) == len(self.example_inputs) + 1
             examples = ", ".join(map(outlined, self.example_inputs))
             raise TypeError(

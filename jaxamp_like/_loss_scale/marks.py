@@ -13,6 +13,8 @@ has made of an infinity."""
 import functools
 import sys
 from collections.abc import Callable
+from itertools import islice
+from traceback import walk_stack
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -104,7 +106,7 @@ class Unscaled(metaclass=_Explaining):
         return self._value
 
     def __jax_array__(self) -> Array:
-        refuse_as_updates()
+        _refuse_as_updates()
         return self.value
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
@@ -257,12 +259,9 @@ def _has_marks(grads: Any) -> bool:
     return bool(_named(grads, _is_marked))
 
 
-def refuse_as_updates() -> None:
+def _refuse_as_updates() -> None:
     """Raises where the parameters would be changed by gradients as they are."""
-    frame = sys._getframe(2)
-    for _ in range(_DEPTH_OF_APPLY):
-        if frame is None:
-            return
+    for frame, _ in islice(walk_stack(sys._getframe(2)), _DEPTH_OF_APPLY):
         module = str(frame.f_globals.get("__name__"))
         if frame.f_code.co_name == "apply_updates" and module.startswith("optax."):
             # What a user has made of gradients, or `optax.masked` leaves out, may be
@@ -276,7 +275,6 @@ def refuse_as_updates() -> None:
                 "`loss_scale_optimizer` makes updates of them first: `updates, "
                 "opt_state = tx.update(grads, opt_state, params)`."
             )
-        frame = frame.f_back
 
 
 _DEPTH_OF_APPLY = 30  # frames of JAX between `apply_updates` and the gradient

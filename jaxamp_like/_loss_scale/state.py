@@ -69,7 +69,13 @@ def _note_if_traced(scaler: Array) -> None:
         _begun_in_trace[id(scaler)] = scaler
 
 
-_OF_OPTIMIZERS = "mu nu count trace hyperparams".split()
+_KEPT_BY_OPTIMIZER = "What the optimizer keeps is in `opt_state.inner_state`."
+_SCALE = "`jaxamp_like.reports.amp_metrics(opt_state)` tells the scale."
+_ELSEWHERE = BY_HAND | {
+    **dict.fromkeys("mu nu trace hyperparams".split(), _KEPT_BY_OPTIMIZER),
+    **dict.fromkeys(("get_scale", "item"), _SCALE),
+    "adjust": "Write `scaler.update(finite)`, which returns the next state.",  # of jmp
+}
 
 
 class DynamicScalerState(_Fields):
@@ -113,13 +119,7 @@ class DynamicScalerState(_Fields):
 
         def __getattr__(self, name: str) -> Any:
             hint = f"Did you mean `{SETTINGS[name]}`?" if name in SETTINGS else ""
-            if name in _OF_OPTIMIZERS:
-                hint = "What the optimizer keeps is in `opt_state.inner_state`."
-            if name in ("get_scale", "item"):
-                hint = "`jaxamp_like.reports.amp_metrics(opt_state)` tells the scale."
-            if name == "adjust":  # of jmp
-                hint = "Write `scaler.update(finite)`, which returns the next state."
-            raise no_attribute(self, name, hint or BY_HAND.get(name, ""))
+            raise no_attribute(self, name, hint or _ELSEWHERE.get(name, ""))
 
     @_looking_for_a_scale
     @with_call_hints("DynamicScalerState(scaler=2.0**15, patience=2000)")

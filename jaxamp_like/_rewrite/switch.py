@@ -47,14 +47,14 @@ def losses_scaled() -> int:
     return _losses_scaled.get()
 
 
-def scaling_loss() -> contextlib.AbstractContextManager[None]:
-    _losses_scaled.set(losses_scaled() + 1)
-    return within(_scaled, True)
-
-
 def of_a_loss_to_be_scaled() -> contextlib.AbstractContextManager[None]:
     """What is wrapped within it is a loss that an optimizer will scale."""
     return within(_scaled, True)
+
+
+def scaling_loss() -> contextlib.AbstractContextManager[None]:
+    _losses_scaled.set(losses_scaled() + 1)
+    return of_a_loss_to_be_scaled()
 
 
 @explaining_misfits("disable_amp", lambda *_: ["Write `with disable_amp():`."])

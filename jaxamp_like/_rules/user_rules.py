@@ -9,7 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from .._dtypes import NAMES, SHORT_NAMES, as_float_dtype, bits, full_name
+from .._dtypes import NAMES, SHORT_NAMES, as_float_dtype, bits
 from .._errors import did_you_mean, why_not_called
 from .base import PACKAGE, Rule
 from .callback import SIGNATURE, Callback
@@ -26,14 +26,14 @@ def as_rule(value: Any, argument: str) -> Rule:
         return value
     if isinstance(value, str) or is_dtype(value):
         try:
-            as_float_dtype(value, "dtype")
+            dtype = as_float_dtype(value, "dtype")
         except TypeError:
             hint = did_you_mean(value, (*NAMES, *SHORT_NAMES)) + _MAP_HINT
             raise TypeError(
                 f"`{argument}` is {value!r}, which is no floating dtype."
                 f"{_for_name_of_rule(value) or hint}"
             ) from None
-        if bits(jnp.dtype(full_name(value) if isinstance(value, str) else value)) < 16:
+        if bits(dtype) < 16:
             raise TypeError(
                 f"`{argument}` is {value!r}, which needs scales: without, the range of "
                 "so few bits is too small. Write the rule `float8()` (of "

@@ -339,7 +339,7 @@ def checked_optimizer(optimizer: Any, wrapper: str) -> Any:
     """An optimizer whose `update` takes extra arguments, or an error of `wrapper`."""
     if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
         given = type(optimizer).__name__
-        if type(optimizer).__name__ == "Enabled":
+        if given == "Enabled":
             raise TypeError(
                 f"`{wrapper}` was given a pair, as `enable_amp` returns. It comes "
                 f"within: `mixed, tx = enable_amp(loss_fn, {wrapper}(optimizer))`."

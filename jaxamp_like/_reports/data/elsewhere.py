@@ -1,4 +1,4 @@
-"""What the parts of a report are called that are looked for under other names."""
+"""What to write instead of attributes that reports do not have."""
 
 _SAVED = "Write `report.save_html(path)`, or `report.to_json()`."
 _TOTALS = "Write `report.now.totals`, and `report.written.totals` for it as written."

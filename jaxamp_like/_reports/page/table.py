@@ -22,7 +22,7 @@ MAX_ROWS = 30
 
 
 def _console() -> Any:
-    """The terminal; where the output goes elsewhere, room for whole names."""
+    """A console as wide as the terminal; into a file or pipe it writes whole names."""
     console = need("rich.console", "rich").Console()
     if not (console.is_terminal or console.is_jupyter or "COLUMNS" in os.environ):
         console.width = 160
@@ -125,7 +125,7 @@ def _rules(report: ReportData) -> Any:
     others = sum(not rule.count and not rule.own for rule in report.rules)
     yours = f"Keys of yours that matched nothing: {', '.join(idle)}. " if idle else ""
     rest = f"{others} other rules of the policy matched nothing here." if others else ""
-    table.caption = yours + rest
+    table.caption = yours + rest or None
     return table
 
 
