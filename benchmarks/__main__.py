@@ -194,6 +194,15 @@ JOBS = {
         (FIGURES, "docs/many_devices.md"),
         needs=COMPILER,
     ),
+    "collectives-unplaced": Job(
+        "collectives",
+        "--unplaced --depth 2 --splits --contenders float32 hand amp "
+        '"amp again" --ways "fully sharded" "sharded + tensor"',
+        f'--unplaced --models "GPT scanned" --depth 1 --splits {TOY}',
+        "collectives-unplaced.json",
+        (FIGURES,),
+        needs=COMPILER,
+    ),
     "collectives-float16": Job(
         "collectives",
         "--depth 2 --dtype float16 --models --contenders hand amp",

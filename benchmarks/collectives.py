@@ -1,7 +1,7 @@
 """What a training step sends from device to device, read off the code compiled for it.
 
     python -m benchmarks.collectives [--machine v5e] [--models ...] [--ways ...]
-        [--contenders amp float8] [--forward]
+        [--contenders amp float8] [--forward] [--unplaced]
 
 The step (value and gradient of the loss) of each model is compiled for several
 described H200s or TPUs, with its parameters and its batch split in the usual ways, by
@@ -11,7 +11,9 @@ collective is counted as often as it runs, with the bytes that a device sends in
 of n devices, (n - 1)/n of what is gathered, scattered or exchanged, and twice that of
 what is summed for all. What is sent takes at least its bytes over the bandwidth of the
 link; nothing is taken to overlap. The contenders float8, mxfp8 and int8 are `amp` with
-every weight in 8 bits; `--forward` compiles the loss alone."""
+every weight in 8 bits; `--forward` compiles the loss alone. With `--unplaced` the
+arguments are shapes, and the `in_shardings` of the step's `jit` alone tell where they
+lie."""
 
 import argparse
 import json
@@ -366,15 +368,20 @@ def on(mesh: Mesh) -> AbstractContextManager[Any]:
     return jax.set_mesh(mesh) if has_set else jax.sharding.use_mesh(mesh)  # pyright: ignore
 
 
-def lowered(loss: Any, args: Any, mesh: Mesh, forward: bool = False) -> Any:
-    """The step, whose gradients lie as the parameters do; or its loss alone."""
-    where = jax.tree.map(lambda x: x.sharding, args[0])
+def lowered(
+    loss: Any, args: Any, mesh: Mesh, forward: bool = False, unplaced: bool = False
+) -> Any:
+    """The step, whose gradients lie as the parameters do; or its loss alone.
+
+    With `unplaced`, only the step's `in_shardings` tell where its arguments lie."""
+    where = jax.tree.map(lambda x: x.sharding, args)
     whole = NamedSharding(mesh, P())
-    outs = whole if forward else (whole, where)
+    options: dict[str, Any] = {"out_shardings": whole if forward else (whole, where[0])}
+    if unplaced:
+        options["in_shardings"] = where
+        args = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)
     with on(mesh):
-        step = jax.jit(
-            loss if forward else jax.value_and_grad(loss), out_shardings=outs
-        )
+        step = jax.jit(loss if forward else jax.value_and_grad(loss), **options)
         return step.lower(*args)
 
 
@@ -444,9 +451,10 @@ def compare(
     contenders: Sequence[str],
     machine: Machine,
     forward: bool = False,
+    unplaced: bool = False,
 ) -> dict[str, Row]:
     def row(loss: Any) -> Row:
-        compiled = lowered(loss, args, mesh, forward).compile()
+        compiled = lowered(loss, args, mesh, forward, unplaced).compile()
         return read_off(compiled, mesh.size, machine, args[0])
 
     return {
@@ -508,6 +516,9 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     contenders = [*COMPARED, *EIGHT_BITS]
     parser.add_argument("--contenders", nargs="+", choices=contenders, default=COMPARED)
     parser.add_argument("--forward", action="store_true", help="the loss alone")
+    parser.add_argument(
+        "--unplaced", action="store_true", help="shapes, `in_shardings`"
+    )
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--size", choices=("toy", "real"), default="real")
     parser.add_argument("--depth", type=int, help="layers of the GPTs, if not all")
@@ -547,6 +558,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     compiler = versions() | plugin_versions() if is_gpu else versions(["libtpu"])
     if args.forward:
         sizes["forward"] = True
+    if args.unplaced:
+        sizes["unplaced"] = True
     record = {"versions": compiler, "device": args.machine} | sizes
     jax.config.update("jax_platforms", "cpu")  # what is described, not what is here
     console = Console(width=max(Console().width, 170))
@@ -554,7 +567,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     work = list(jobs(args, machine.devices(args.devices)))
     for title, make in track(work, "compiling", console=Console(stderr=True)):
         step_args, losses, mesh = make()
-        rows = compare(step_args, losses, mesh, args.contenders, machine, args.forward)
+        asked = args.contenders, machine, args.forward, args.unplaced
+        rows = compare(step_args, losses, mesh, *asked)
         console.print(table(f"{title}, {args.dtype}, {args.devices} devices", rows))
         found[title] = {name: asdict(row) for name, row in rows.items()}
         if args.json:

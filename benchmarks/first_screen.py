@@ -126,7 +126,8 @@ def short_table(results: dict[str, Rows]) -> str:
     same = {m: rows for m, rows in results.items() if "hand lean" in rows}
     note = without(results, "hand lean")
     lines = [
-        "| means over four models, in bfloat16 | activations kept (float32: 1) "
+        "| geometric means over four models, in bfloat16 "
+        "| activations kept (float32: 1) "
         "| estimated step time (float32: 1) | gradient error (rounded products: 1) |",
         "|---|---|---|---|",
     ]

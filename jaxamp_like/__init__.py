@@ -4,8 +4,6 @@ The names here are those that most programs need. The others live in `rules`, `p
 `scaling`, `storage`, `reports` and `inference`; each can be imported from here too."""
 
 import functools
-import sys
-from difflib import get_close_matches
 from typing import Any
 
 from . import (
@@ -27,7 +25,7 @@ from ._delayed import (
     init_amp_state as init_amp_state,
 )
 from ._enable import enable_amp as enable_amp
-from ._errors import AmpError as AmpError, AmpWarning as AmpWarning, refuse_name
+from ._errors import AmpError as AmpError, AmpWarning as AmpWarning
 from ._frameworks.scopes import scope_modules as scope_modules
 from ._policies.dictionary import default_amp_policy as default_amp_policy
 from ._policies.named import Policy as Policy
@@ -40,6 +38,7 @@ from ._policies.settings import (
 )
 from ._reports import explain as explain, trace_numerics as trace_numerics
 from ._rewrite.switch import disable_amp as disable_amp
+from ._suggestions import refuse_name
 from ._version import version as _found_version
 from .scaling import (
     DynamicScalerState as DynamicScalerState,
@@ -85,44 +84,6 @@ __all__ = [
 ]
 
 
-# Names that other libraries use, each with the name to use here.
-_ELSEWHERE = {
-    "autocast": "amp",
-    "half_function": "amp",
-    "mixed_precision": "amp",
-    "MixedPrecision": "amp",
-    "custom_bwd": "amp_stop",
-    "custom_fwd": "amp_stop",
-    "float_function": "amp_stop",
-    "force_full_precision": "amp_stop",
-    "DTypePolicy": "Policy",
-    "DTypePolicyMap": "PolicyMap",
-    "dtype_policy": "global_policy",
-    "set_dtype_policy": "set_global_policy",
-    "DynamicLossScale": "DynamicScalerState",
-    "DynamicLossScaler": "DynamicScalerState",
-    "DynamicLossScaling": "DynamicScalerState",
-    "DynamicScale": "DynamicScalerState",
-    "FP16_Optimizer": "enable_amp",
-    "GradScaler": "enable_amp",
-    "enable_mixed_precision_graph_rewrite": "enable_amp",
-    "initialize": "enable_amp",
-    "LossScaleOptimizer": "loss_scale_optimizer",
-    "NoOpLossScale": "NoScaler",
-    "StaticLossScale": "static_scaler",
-    "select_tree": "guard_step",
-    "convert_model": "convert",
-}
-# How those are written that are called in another way than what they are taken for.
-_WRITTEN = {
-    "amp": "mixed = amp(loss_fn)",
-    "amp_stop": "with amp_stop():",
-    "enable_amp": "mixed, tx = enable_amp(loss_fn, optimizer)",
-    "guard_step": "@guard_step",
-    "loss_scale_optimizer": "tx = loss_scale_optimizer(optimizer)",
-}
-
-
 __version__: str  # read when it is asked for
 _HOMES = rules, presets, scaling, storage, reports, inference
 for _home in _HOMES:  # not where a type checker would take it for any name
@@ -146,15 +107,4 @@ def __getattr__(name: str) -> Any:
     for home in _HOMES:
         if name in home.__all__:
             return getattr(home, name)
-    known = {*__all__}.union(*(home.__all__ for home in _HOMES))
-    lower = {known.lower(): instead for known, instead in _ELSEWHERE.items()}
-    close = [lower.get(name.lower()), *get_close_matches(name, known, 1)]
-    found = next(filter(None, close), None) if not name.startswith("_") else None
-    hint = f". Did you mean {found!r}?" if found else ""
-    if name.lower() in lower and found in _WRITTEN:
-        hint += f" Write `{_WRITTEN[found]}`."
-    # A `from` import first asks whether there is such an attribute, and would make an
-    # error of its own of an `AttributeError`, without the hint.
-    if hint and sys._getframe(1).f_globals.get("__name__") == "importlib._bootstrap":
-        raise ImportError(f"cannot import name {name!r} from {__name__!r}{hint}")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")
+    refuse_name(__name__, name)

@@ -24,8 +24,9 @@ from ._amp_mistakes import (
     report_of_hidden_parameters,
 )
 from ._amp_stop import names_of
+from ._dropped import warns_if_dropped
 from ._dtypes import DType, cast_as
-from ._errors import hiding_frames, place_of, warn_or_raise, warns_if_dropped
+from ._errors import hiding_frames, place_of, warn_or_raise
 from ._frameworks.mixed import ModuleLike, holds_arrays, is_model, mixed_model
 from ._frameworks.modules import (
     explain_methods_of_keras,
@@ -195,8 +196,9 @@ def amp(
             the forward pass read, instead of casting it once more, so that what lies on
             several devices is sent once. By default the copy is kept where types, a
             sharding constraint or `in_shardings` inside of `fn` show that the parameter
-            lies on several. A `jit` around `amp` does not show it, if its
-            `in_shardings` are the first to place the arrays: give True there.
+            lies on several. If only the `in_shardings` of a `jit` around `amp` place
+            it, equal casts are merged when that is lowered, but not those in loops or
+            in an inner `jit`: give True there.
         argnums: the positions of the arguments that hold parameters, as of `jax.grad`:
             by default the first one, or none where `fn` is a module that holds its own
             parameters, or a method of one. It matters to rules that treat weights

@@ -11,8 +11,9 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
-from ._errors import AmpError, did_you_mean
+from ._errors import AmpError
 from ._jax import on_mesh_of
+from ._suggestions import did_you_mean
 
 DType = np.dtype
 

@@ -1,17 +1,13 @@
 """The errors and warnings of the package, and warnings that are given once."""
 
-import dis
 import functools
 import inspect
-import linecache
 import os
-import re
 import sys
 import types
 import warnings
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NoReturn, ParamSpec, TypeVar
 
@@ -171,41 +167,6 @@ def length_of_state(state: Any, library: str | None, optimizer: str) -> int:
     return tuple.__len__(state)
 
 
-def refuse_name(home: str, name: str) -> NoReturn:
-    """The `__getattr__` of public modules: its error says which of them has a name."""
-    if name.startswith("_"):  # which Python and its tools ask for
-        raise AttributeError(f"module {home!r} has no attribute {name!r}")
-    package = home.partition(".")[0]
-    public = vars(sys.modules[package])
-    modules = [package, *(x.__name__ for x in public["_HOMES"])]
-    found = [m for m in modules if name in getattr(sys.modules[m], "__all__", ())]
-    hint = f"It is in `{found[0]}`." if found else ""
-    hint = hint or did_you_mean(name, sys.modules[home].__all__).strip()
-    reader = sys._getframe(1)
-    # `from home import name` would make another error of an `AttributeError`.
-    runs = dis.opname[reader.f_code.co_code[reader.f_lasti]]
-    if runs == "IMPORT_FROM":
-        raise ImportError(f"cannot import name {name!r} from {home!r}. {hint}".strip())
-    said = f"module {home!r} has no attribute {name!r}. {hint}"
-    raise AttributeError(said.strip())
-
-
-def did_you_mean(name: Any, known: Iterable[str]) -> str:
-    """A question that names the `known` name closest to `name`; "" if none is close."""
-    known, given = [*known], str(name).lower()
-    reordered = [k for k in known if sorted(k.split("_")) == sorted(given.split("_"))]
-    close = reordered or get_close_matches(given, known, 1)
-    return f" Did you mean {close[0]!r}?" if close else ""
-
-
-def no_attribute(owner: Any, name: str, hint: str = "") -> AttributeError:
-    """The error of an attribute that `owner` has not, with what to write instead."""
-    said = f"{type(owner).__name__!r} has no attribute {name!r}."
-    public = [known for known in dir(type(owner)) if not known.startswith("_")]
-    hint = hint or did_you_mean(name, public).strip()
-    return AttributeError(" ".join(filter(None, (said, hint))))
-
-
 def how_to_install(package: str, extra: str) -> str:
     """What to run where a package of an extra is missing, on an index or in a clone."""
     return (
@@ -350,46 +311,6 @@ def explaining_arguments(fn: Any, args: Sequence[Any], message: str) -> Iterator
 def showing_call(example: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
     """A decorator: where arguments don't fit, the error shows a call that does."""
     return explaining_misfits(example.split("(")[0], lambda *_: [f"Write `{example}`."])
-
-
-def warns_if_dropped(instead: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
-    """A decorator that warns where a statement drops the result of the call.
-
-    For functions that change nothing in place, unlike those of other libraries that
-    they are taken for. `instead` is what to write."""
-
-    def decorate(function: Callable[_P, _R]) -> Callable[_P, _R]:
-        @functools.wraps(function)
-        def checked(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-            with hiding_frames:
-                out = function(*args, **kwargs)
-            frame = sys._getframe(1)
-            name = function.__name__
-            if _drops_result(frame.f_code, frame.f_lasti, name):
-                warn_or_raise(
-                    f"`{name}` changes nothing in place, and what it returns is "
-                    f"dropped here. Write `{instead}`.",
-                    strict=False,
-                )
-            return out
-
-        return checked
-
-    return decorate
-
-
-@functools.lru_cache(maxsize=256)
-def _drops_result(code: types.CodeType, called_at: int, name: str) -> bool:
-    """Whether the instruction at an offset calls the function by its name and no more.
-
-    The source decides: `fns.extend(map(amp, fns))` runs in C, and its own result is
-    dropped, not that of `amp`. Without source nothing is known."""
-    later = (x.opname for x in dis.get_instructions(code) if x.offset > called_at)
-    if next(later, "") != "POP_TOP":
-        return False
-    line, _, column, _ = [*code.co_positions()][called_at // 2]
-    source = linecache.getline(code.co_filename, line or 0).encode()[column or 0 :]
-    return re.match(rf"[\w.]*\b{name}\s*\(", source.decode(errors="ignore")) is not None
 
 
 def listing_arguments(function: Callable[_P, _R]) -> Callable[_P, _R]:

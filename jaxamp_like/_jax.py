@@ -34,6 +34,8 @@ the documented API, and why:
   `jet` calls functions with a derivative rule, which `amp` makes: `jet` leaves its own
   trace there (so that `jet` of `jax.nn.relu` fails in all these versions), and
   `set_current_trace` enters it again;
+- the `axis_context` of a lowering, which says for how many devices it compiles, and
+  that a lowering rule is not `cacheable`;
 - the set `prim_requires_devices_during_lowering`: `jax.nn.scaled_matmul` partitions
   itself, and needs the devices of a program when it is lowered, which JAX does not
   notice within the lowering of another primitive;
@@ -52,6 +54,7 @@ name stacks in `_name_stacks`.
 
 import contextlib
 import functools
+import inspect
 import io
 import itertools
 import re
@@ -85,6 +88,7 @@ from ._hi_primitives import (
     is_opaque_hi,
     to_classic,
 )
+from ._merged_reads import merge_reads
 from ._name_stacks import (
     as_recomputed,
     in_scope,
@@ -520,6 +524,24 @@ def new_primitive(
     if needs_devices:
         _needs_devices.add(primitive)
     return primitive
+
+
+def merging_reads(primitive: Primitive) -> None:
+    """Has a primitive, lowered for several devices, merge the reads of its operand 1.
+
+    Its result is its operand 0. JAX lowers most equations once for all that are alike,
+    in a function of their own, where other readers of an operand do not show: this one
+    is lowered where it stands."""
+
+    def lowering(ctx: Any, x: Any, value: Any) -> list[Any]:
+        context = ctx.module_context.axis_context
+        if (getattr(context, "num_devices", None) or 1) > 1:
+            merge_reads(value)
+        return [x]
+
+    may_share = "cacheable" in inspect.signature(mlir.register_lowering).parameters
+    options: dict[str, Any] = {"cacheable": False} if may_share else {}
+    mlir.register_lowering(primitive, lowering, **options)
 
 
 def recomputed_as(

@@ -298,19 +298,23 @@ def test_what_is_no_bool_is_refused(value):
 
 
 @pytest.mark.sample(6)
-@pytest.mark.parametrize("once", (True, None), ids=("told", "placed"))
+@pytest.mark.parametrize(
+    "once, is_placed",
+    ((True, False), (None, True), (None, False)),
+    ids=("told", "placed", "in_shardings"),
+)
 @pytest.mark.parametrize("way", WAYS)
-def test_nothing_more_is_sent(way, once):
-    """`placed`: nothing but where the arguments lie tells that they are sharded."""
+def test_nothing_more_is_sent(way, once, is_placed):
+    """Also where only the `in_shardings` tell how the arguments lie."""
     axes, spec = WAYS[way]
     mesh, w = make_mesh(**axes), init()
     where = shardings(mesh, spec, w), NamedSharding(mesh, P("data"))
-    args = (w, TOKENS) if once else jax.device_put((w, TOKENS), where)
+    args = jax.device_put((w, TOKENS), where) if is_placed else (w, TOKENS)
 
     def compiled(fn):
         step = jax.jit(
             jax.value_and_grad(fn),
-            in_shardings=where if once else None,
+            in_shardings=None if is_placed else where,
             out_shardings=(NamedSharding(mesh, P()), where[0]),
         )
         return step.lower(*args).compile()
@@ -321,6 +325,47 @@ def test_nothing_more_is_sent(way, once):
     if way == "fully sharded":
         twice = sent(compiled(partial(mixed, gather_once=False)(loss)))
         assert twice["all-gather"] > plain["all-gather"] > 0
+
+
+def test_reads_of_an_input_are_merged_for_several_devices_alone():
+    w, x, mesh = normal(0, DIM, HIDDEN), normal(1, N, DIM), make_mesh()
+    split = NamedSharding(mesh, P("data")), NamedSharding(mesh, P())
+
+    def lowered(once, where):
+        mixed = amp(product, compute_dtype="bfloat16", gather_once=once)
+        fn = jax.grad(mixed, argnums=(0, 1))
+        return jax.jit(fn, in_shardings=where).lower(w, x).as_text()
+
+    def casts_that_are_read(text):
+        made = re.findall(r"(%\d+) = stablehlo.convert %arg0 ", text)
+        return sum(len(re.findall(rf"{name}\b", text)) > 1 for name in made)
+
+    assert lowered(None, None) == lowered(False, None)
+    assert casts_that_are_read(lowered(False, split)) == 2
+    assert casts_that_are_read(lowered(None, split)) == 1
+
+
+@pytest.mark.parametrize("transform", ("grad", "hessian", "vmap", "jvp"))
+def test_merged_reads_change_no_number(transform):
+    def fn(w, x):
+        return jnp.mean(jnp.square(jnp.tanh(x @ w[TOKENS[0]].T) @ w[TOKENS[0]]))
+
+    w, x = normal(0, VOCABULARY, DIM), normal(1, N, DIM)
+    mesh = make_mesh()
+    split = NamedSharding(mesh, P("data")), NamedSharding(mesh, P())
+
+    def run(once):
+        mixed = amp(fn, compute_dtype="bfloat16", gather_once=once)
+        made = {
+            "grad": jax.grad(mixed),
+            "hessian": jax.grad(lambda w, x: jnp.sum(jnp.sin(jax.grad(mixed)(w, x)))),
+            "vmap": jax.vmap(jax.grad(mixed), (None, 0)),
+            "jvp": lambda w, x: jax.jvp(mixed, (w, x), (jnp.cos(w), jnp.sin(x)))[1],
+        }[transform]
+        args = (w, x[:, None]) if transform == "vmap" else (w, x)
+        return np.asarray(jax.jit(made, in_shardings=split)(*args))
+
+    np.testing.assert_allclose(run(None), run(False), rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize("several", (False, True))

@@ -39,6 +39,7 @@ from jaxamp_like import (
     scaling,
     storage,
 )
+from jaxamp_like._suggestions import ELSEWHERE, WRITTEN
 from jaxamp_like.inference import ArtifactError
 from jaxamp_like.scaling import (
     ScalerLog,
@@ -769,7 +770,7 @@ def test_a_loss_in_float16_that_nothing_scales_is_told():
 
 
 def test_what_is_elsewhere_is_suggested_only_where_it_is_here():
-    for name in (*jaxamp_like._ELSEWHERE.values(), *jaxamp_like._WRITTEN):
+    for name in (*ELSEWHERE.values(), *WRITTEN):
         assert hasattr(jaxamp_like, name)
 
 
@@ -780,6 +781,8 @@ def test_what_is_elsewhere_is_suggested_only_where_it_is_here():
         ("autocast", "Did you mean 'amp'? Write `mixed = amp(loss_fn)`"),
         ("LossScaleOptimizer", "Write `tx = loss_scale_optimizer(optimizer)`"),
         ("expain", "Did you mean 'explain'?"),
+        ("Amp", "Did you mean 'amp'?"),
+        ("dynamicscalerstate", "Did you mean 'DynamicScalerState'?"),
         ("nothing_of_the_kind", "cannot import name 'nothing_of_the_kind'"),
     ),
 )
@@ -1422,7 +1425,7 @@ ANSWERS = {
     "convert(objective, W, X, widest_ops=['expo'])": "Did you mean 'exp'",
     "convert(objective, W, X, keep_inputs=['b'])": "There are 1: a",
     "load('/nowhere', 'abc')": "Write `load(path, digest=digest)`",
-    "inference.export(objective, W, X)": "`convert(fn, params, x).save(path)` exports",
+    "inference.export(objective, W, X)": "Write `convert(fn, params, x, amp_policy=",
     "load('/nowhere')": "Give the folder that `Converted.save` wrote",
     "certify(objective)": "can't be called with 0 arguments: missing a required argu",
     "certify(objective, W, x=X)": "`certify(functools.partial(step, x=...))`",

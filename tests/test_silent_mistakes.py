@@ -468,6 +468,8 @@ def drop_of_state():
 def test_results_that_are_kept_by_what_is_written_in_c():
     low, made = functools.partial(amp, **bfloat16), []
     made.extend(map(amp, [loss]))
+    record = {}
+    record.update(enumerate(map(DynamicScalerState().update, (True, False))))
     made.extend(map(low, [loss]))
     low(loss)  # under another name
     assert len(made) == 2

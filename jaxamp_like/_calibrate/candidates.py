@@ -6,12 +6,12 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from .._dtypes import DType, full_name, is_float
-from .._errors import did_you_mean
 from .._quantised import FORMATS
 from .._quantised.rule import Quantising
 from .._rules import Site, why_as_written
 from .._rules.low_bits import FORMATS as KEPT_FORMATS, SHORT_FORMATS, LowBits
 from .._rules.saving_low import SavingLowBits
+from .._suggestions import did_you_mean
 
 # Small contractions are quantised too: prices tell the gain, measurements the error.
 EIGHT_BITS: dict[str, Quantising] = {

@@ -9,9 +9,10 @@ import jax
 from jax import export
 
 from .._dtypes import in_words
-from .._errors import AmpError, no_attribute, showing_call
+from .._errors import AmpError, showing_call
 from .._jax import is_array_or_shape, lowering_without_folders
 from .._reports.versions import versions
+from .._suggestions import no_attribute
 from . import summary as summaries
 from .examples import outlined, several_scopes
 from .extra import needed

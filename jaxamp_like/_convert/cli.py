@@ -24,10 +24,11 @@ except ImportError as e:
 
 from .._certify import lock as locks
 from .._certify.certify import certify
-from .._errors import AmpError, did_you_mean
+from .._errors import AmpError
 from .._policies.settings import global_policy
 from .._reports import explain as explain_fn
 from .._reports.data.units import human_bytes
+from .._suggestions import did_you_mean
 from . import summary as summaries
 from .artifact import explained, short
 from .convert import convert as convert_fn

@@ -13,11 +13,12 @@ from jax.typing import DTypeLike
 
 from .._amp import amp_by, warn_of_amp_twice
 from .._dtypes import cast, is_float
-from .._errors import AmpError, did_you_mean, warn_or_raise
+from .._errors import AmpError, warn_or_raise
 from .._jax import is_array_or_shape, to_classic, trace
 from .._policies.mistakes import naming_mistakes
 from .._policies.presets.common import Op
 from .._policies.settings import PolicyLike, settings_of
+from .._suggestions import did_you_mean
 from .converted import Converted, type_of
 from .examples import explaining_examples, refuse_bad_shapes
 from .folding import deduplicated, foldable, folded, parts_of

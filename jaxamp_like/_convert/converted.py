@@ -13,9 +13,10 @@ import jax
 import numpy as np
 
 from .._dtypes import in_words, is_float
-from .._errors import AmpError, no_attribute
+from .._errors import AmpError
 from .._jax import is_array_or_shape
 from .._rewrite.record import not_as_written
+from .._suggestions import no_attribute
 from .examples import FAILURES, outlined
 from .models import Model, parameters_in, path_name
 from .summary import Summary

@@ -7,7 +7,7 @@ from typing import Any
 
 from jax import lax
 
-from .._errors import AmpError, did_you_mean
+from .._errors import AmpError
 from .._jax import Jaxpr, Primitive, raw, scopes, subjaxprs
 from .._policies.dictionary import Key, Lookup, is_program, is_stopped, show_key
 from .._policies.frozen import FrozenRules, checked_policy
@@ -21,6 +21,7 @@ from .._rules import (
     use_widest_precision,
 )
 from .._rules.conditions import param_is, when
+from .._suggestions import did_you_mean
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from .._dropped import warns_if_dropped
 from .._dtypes import in_words
 from .._errors import (
     calling_library,
@@ -18,7 +19,6 @@ from .._errors import (
     place_of,
     showing_call,
     warn_or_raise,
-    warns_if_dropped,
 )
 from .._frameworks.nnx import (
     Snapshot,

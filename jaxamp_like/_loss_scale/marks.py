@@ -273,7 +273,9 @@ def _refuse_as_updates() -> None:
                 "`apply_updates` was given gradients of `tx.value_and_grad`, and would "
                 "add them to the parameters. The optimizer of `enable_amp` or "
                 "`loss_scale_optimizer` makes updates of them first: `updates, "
-                "opt_state = tx.update(grads, opt_state, params)`."
+                "opt_state = tx.update(grads, opt_state, params)`. If they are meant "
+                "as updates, make some of them: `jax.tree.map(lambda g: -rate * g, "
+                "grads)`."
             )
 
 

@@ -14,10 +14,11 @@ import optax
 from jax import Array
 from jax.typing import ArrayLike
 
-from .._errors import calling_library, hiding_frames, no_attribute, warn_or_raise
+from .._errors import calling_library, hiding_frames, warn_or_raise
 from .._frameworks.nnx import instances_in, is_node
 from .._frameworks.serialization import save_with_flax
 from .._jax import is_closed_over_by_loop
+from .._suggestions import no_attribute
 from .agree import OF_OPTIMIZER, AxisName, all_agree, warn_of_unnamed_axes
 from .arithmetic import all_finite, chosen
 from .by_hand import scaling_by, verdict_on

@@ -4,8 +4,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import optax
 
-from .._errors import calling_library, length_of_state, no_attribute
+from .._errors import calling_library, length_of_state
 from .._frameworks.nnx import as_arrays, instances_in
+from .._suggestions import no_attribute
 from .calls import GRADIENT, UPDATE, instead_of_no_scale, of_checkpoint
 from .state import Scaler
 

@@ -11,8 +11,9 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import ArrayLike
 
-from .._errors import no_attribute, warns_if_dropped
+from .._dropped import warns_if_dropped
 from .._jax import is_tracer
+from .._suggestions import no_attribute
 from .arithmetic import checked_finite, checked_loss, chosen, times, unscaled
 from .calls import BY_HAND, SETTINGS, with_call_hints
 from .fields import (

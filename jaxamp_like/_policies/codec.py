@@ -15,7 +15,7 @@ import numpy as np
 from jax import lax
 
 from .. import _rules
-from .._errors import AmpError, did_you_mean
+from .._errors import AmpError
 from .._jax import Primitive
 from .._quantised import FORMATS, worth_eight_bits
 from .._rules import Callback, Rule, UsePrecision
@@ -28,6 +28,7 @@ from .._rules.conditions import (
     sums_more_than,
 )
 from .._rules.user_rules import as_rule
+from .._suggestions import did_you_mean
 from .dictionary import (
     AMP_DEFAULT,
     ByName,

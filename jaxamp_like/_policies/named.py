@@ -10,10 +10,11 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from .._dtypes import DType, as_compute_dtype, as_float_dtype, bits, cast, is_float
-from .._errors import AmpError, no_attribute, warn_or_raise
+from .._errors import AmpError, warn_or_raise
 from .._frameworks.nnx import nnx_nodes
 from .._jax import is_array_or_shape
 from .._rules import Site
+from .._suggestions import no_attribute
 from .codec import decode_rules, encode_rules, own_rules
 from .dictionary import Lookup, default_amp_policy
 from .frozen import FrozenRules, checked_policy

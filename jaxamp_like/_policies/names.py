@@ -4,9 +4,10 @@ from dataclasses import replace
 from typing import Any, NamedTuple, NoReturn
 
 from .._dtypes import NAMES, SHORT_NAMES, bits, full_name
-from .._errors import AmpError, did_you_mean, showing_call
+from .._errors import AmpError, showing_call
 from .._quantised import FORMATS
 from .._rules.user_rules import short
+from .._suggestions import did_you_mean
 from .mistakes import instead_of_policy
 from .named import DTYPE_FIELDS, Policy
 from .quantised import quantised

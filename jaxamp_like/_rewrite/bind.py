@@ -292,6 +292,11 @@ class Binder:
         """Whether this is no loop and no rule, and nothing that is run again."""
         return self.remat_mode == RematMode.REGIONS
 
+    @property
+    def merges_reads(self) -> bool:
+        """Whether inputs may turn out to be split when the program is lowered."""
+        return self.is_straight_line and self.planner.gather_once is None
+
     def inputs_in_8_bits(self, step: Step) -> dict[Any, LowBits]:
         """What a checkpoint of the author's reads and is to keep in 8 bits.
 

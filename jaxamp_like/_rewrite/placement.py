@@ -6,7 +6,8 @@ does not have, and it never sees that two gathers bring the same: a cast that is
 again is gathered again. So such a parameter is cast once, and its cast is kept.
 
 The type of an array names its mesh (also where XLA chooses how to split it); so does a
-`jit` with `in_shardings`, for the code inside of it."""
+`jit` with `in_shardings`, for the code inside of it. What neither tells is found when
+the program is lowered (see `_rules.read_once`)."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any

@@ -8,8 +8,10 @@ from .._dtypes import bits
 from .._jax import Literal, checkpoint, eqn_context, without_scopes
 from .._primitives import KEEPING_INPUTS, LINEAR, holds_rule
 from .._rules import (
+    RematSource,
     behind_barrier,
     keeps_statistics,
+    read_once,
     with_cotangent_barrier,
     with_low_residuals,
 )
@@ -36,7 +38,9 @@ def bind_region(outer: StepBinder, region: Region) -> list[Any]:
     )
     run = outer.deduplicated(code, functools.partial(_recomputed_region, outer, region))
     with eqn_context(without_scopes(region.steps[0].eqn)):
-        operands = [outer.in_full(v) if kept[v] else outer.env[v] for v in kept]
+        operands = [
+            outer.in_full(v) if kept[v] else _read_again(outer, v) for v in kept
+        ]
         outs = run(operands, outer.low_copies(kept, kept.values(), bits))
     is_marked = outer.remat_mode == RematMode.REGIONS_UNDER_POLICY
     return list(map(mark_saved, outs)) if is_marked else outs
@@ -171,7 +175,7 @@ def bind_recomputing_casts(
 
     code = code_of([*chain, step], ins), tuple(again), tuple(kept), tuple(bits.items())
     pairs = zip(roots, kept, strict=True)
-    values = [binder.in_full(v) if low else binder.read(v, None) for v, low in pairs]
+    values = [binder.in_full(v) if low else _read_again(binder, v) for v, low in pairs]
     values += [*pvaried, *arrays.values()]
     if not any(kept) and not bits:
         return binder.deduplicated(code, lambda: checkpoint(op, prevent_cse=False))(
@@ -189,6 +193,13 @@ def bind_recomputing_casts(
         for i in arrays
     ]
     return run(values, copies)
+
+
+def _read_again(binder: StepBinder, v: Any) -> Any:
+    """The value of a variable that the backward pass reads, too."""
+    value, fact = binder.env[v], binder.facts.get(v)
+    is_input = fact is not None and fact.remat_source == RematSource.INPUT
+    return read_once(value) if is_input and binder.merges_reads else value
 
 
 def _is_pvary(view: Step) -> bool:

@@ -33,6 +33,10 @@ class StepBinder(Protocol):
     hoisted_weights: HoistedWeights
     rounded_cotangents: Mapping[Any, int | None]
     kept_whole: frozenset[Any]
+    facts: Mapping[Any, Any]
+
+    @property
+    def merges_reads(self) -> bool: ...
 
     @property
     def with_env(self) -> NewBinder: ...

@@ -49,6 +49,7 @@ from .following import (
 )
 from .low_residuals import of_some as of_some, with_low_residuals as with_low_residuals
 from .match import Match as Match
+from .read_once import read_once as read_once
 from .remat_barriers import (
     behind_barrier as behind_barrier,
     keeps_statistics as keeps_statistics,

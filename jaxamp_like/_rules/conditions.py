@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 from jax.typing import DTypeLike
 
-from .._errors import AmpError, did_you_mean, warn_or_raise, why_not_called
+from .._errors import AmpError, warn_or_raise, why_not_called
 from .._primitives.contractions import at, dot_numbers, rest, summed_axes
+from .._suggestions import did_you_mean
 from . import Decision, Rule, Site
 from .base import DelegatingRule
 from .user_rules import as_rule, display_name, is_made_by_calling, short

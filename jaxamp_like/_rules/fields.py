@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from .._errors import did_you_mean
+from .._suggestions import did_you_mean
 
 
 def check_fields(rule: Any) -> None:

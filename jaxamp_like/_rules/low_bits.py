@@ -16,8 +16,9 @@ import numpy as np
 from jax import lax
 
 from .._dtypes import DType, bits
-from .._errors import AmpError, did_you_mean
+from .._errors import AmpError
 from .._jax import Zero, new_primitive, raw, recomputed_as, trace
+from .._suggestions import did_you_mean
 from .._tiles import largest_in_tiles, over_tiles, shard_shape
 from .constant import no_derivative, tied_zeros
 

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._dtypes import NAMES, SHORT_NAMES, as_float_dtype, bits
-from .._errors import did_you_mean, why_not_called
+from .._errors import why_not_called
+from .._suggestions import did_you_mean
 from .base import PACKAGE, Rule
 from .callback import SIGNATURE, Callback
 from .computing import use_precision

@@ -13,10 +13,8 @@ import optax
 
 from .._errors import (
     calling_library,
-    did_you_mean,
     hiding_frames,
     length_of_state,
-    no_attribute,
     showing_call,
     warn_or_raise,
 )
@@ -24,6 +22,7 @@ from .._frameworks.nnx import as_arrays, in_variable_like, is_variable
 from .._frameworks.serialization import save_with_flax
 from .._jax import is_array_or_shape
 from .._random_rounding import mixed
+from .._suggestions import did_you_mean, no_attribute
 from .._tiles import tile_of
 from .codes import Layout, LowBitArray, encoded, from_saved, layout_of, to_saved
 from .formats import FORMATS

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ..._errors import no_attribute
 from ..._rules.low_bits import COPIES
+from ..._suggestions import no_attribute
 from .elsewhere import OF_EXPLAIN
 from .heading import heading
 from .memory import ArgumentRecord, MemoryRecord, memory

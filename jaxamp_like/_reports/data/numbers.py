@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
-from ..._errors import no_attribute
+from ..._suggestions import no_attribute
 from .columns import Column
 from .elsewhere import OF_NUMERICS
 from .heading import heading

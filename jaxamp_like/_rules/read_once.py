@@ -1,0 +1,59 @@
+"""Inputs that lie on several devices, which only shows when a program is lowered.
+
+The backward pass casts a parameter a second time, and looks up rows of a table again,
+since the input is in memory anyway (see `_rewrite.placement`). Where the parameter is
+split over devices, each of these reads has to fetch what the device does not have, and
+XLA does not see that both fetch the same. If only the `in_shardings` of a `jit` around
+`amp` place the parameter, tracing can't know. The lowering does know that it compiles
+for several devices: it then merges the reads, as if the program had read once. On one
+device it changes nothing."""
+
+from typing import Any
+
+from .._jax import Zero, is_differentiated, is_tracer, merging_reads, new_primitive
+
+
+def read_once(x: Any) -> Any:
+    """An input, whose reads in both passes are merged when lowered for many devices.
+
+    Only a backward pass reads it again. So nothing stands in other programs."""
+    return _READ.bind(x) if is_tracer(x) and is_differentiated(x) else x
+
+
+def _jvp(primals: Any, tangents: Any) -> Any:
+    (x,), (tangent,) = primals, tangents
+    is_zero = isinstance(tangent, Zero)
+    return x, tangent if is_zero else _COTANGENT.bind(tangent, x)
+
+
+def _cotangent_jvp(primals: Any, tangents: Any) -> Any:
+    (_, x), (tangent, _) = primals, tangents
+    is_zero = isinstance(tangent, Zero)
+    return _COTANGENT.bind(*primals), tangent if is_zero else _COTANGENT.bind(
+        tangent, x
+    )
+
+
+_READ = new_primitive(
+    "amp_read",
+    compute=lambda x: x,
+    aval=lambda x: x,
+    jvp=_jvp,
+    transpose=lambda ct, x: [ct],
+    batch=lambda args, dims: (_READ.bind(*args), dims[0]),
+)
+
+# A cotangent of an input comes after all that reads the input, so that its lowering
+# finds these reads. Beside it stands the input itself.
+_COTANGENT = new_primitive(
+    "amp_read_cotangent",
+    compute=lambda ct, x: ct,
+    aval=lambda ct, x: ct,
+    jvp=_cotangent_jvp,
+    transpose=lambda ct, tangent, x: [
+        ct if isinstance(ct, Zero) else _COTANGENT.bind(ct, x),
+        None,
+    ],
+    batch=lambda args, dims: (_COTANGENT.bind(*args), dims[0]),
+)
+merging_reads(_COTANGENT)
