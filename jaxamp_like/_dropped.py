@@ -30,7 +30,7 @@ def warns_if_dropped(instead: str) -> Callable[[Callable[_P, _R]], Callable[_P, 
                 out = function(*args, **kwargs)
             frame = sys._getframe(1)
             called = _called_for_nothing(frame.f_code, frame.f_lasti)
-            if called and _is_named(frame, called, function):
+            if called and _is_called(frame, called, function, args[:1]):
                 warn_or_raise(
                     f"`{function.__name__}` changes nothing in place, and what it "
                     f"returns is dropped here. Write `{instead}`.",
@@ -57,15 +57,31 @@ def _called_for_nothing(code: types.CodeType, called_at: int) -> str:
     return called[1] if called else ""
 
 
-def _is_named(frame: types.FrameType, dotted: str, function: Any) -> bool:
-    """Whether a dotted name stands for a function in a frame.
+def _is_called(
+    frame: types.FrameType, dotted: str, function: Any, first: tuple[Any, ...]
+) -> bool:
+    """Whether a dotted name stands for a function in a frame, as far as it shows.
 
     It need not: the result of a call in C may be dropped, which calls the function, as
-    in `fns.extend(map(amp, fns))` or `record.update(map(scaler.update, flags))`."""
-    first, *attributes = dotted.split(".")
+    in `fns.extend(map(amp, fns))` or `record.update(map(scaler.update, flags))`. What a
+    property would give is not asked, since that runs the user's code."""
+    *path, name = dotted.split(".")
     names = ChainMap({}, frame.f_locals, frame.f_globals, frame.f_builtins)
-    found: Any = names.get(first)
-    for attribute in attributes:
-        found = getattr(found, attribute, None)
-    found = getattr(found, "__func__", found)  # of a method
+    found: Any = names.get((*path, name)[0], _UNKNOWN)
+    for attribute in path[1:]:
+        found = _attribute(found, attribute)
+    if path and first and found is first[0]:  # the `self` of a method
+        found = _UNKNOWN
+    elif path:
+        found = _attribute(found, name)
+    if found is _UNKNOWN:
+        return name == function.__name__
     return inspect.unwrap(found) is inspect.unwrap(function)
+
+
+_UNKNOWN = object()
+
+
+def _attribute(owner: Any, name: str) -> Any:
+    found = inspect.getattr_static(owner, name, _UNKNOWN)
+    return _UNKNOWN if inspect.isdatadescriptor(found) else found

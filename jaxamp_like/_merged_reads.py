@@ -3,7 +3,7 @@
 XLA merges equal operations only after it has decided what devices send each other, and
 never merges what they send. So what is to be sent once has to be read once before."""
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from typing import Any
 
 from jaxlib.mlir import ir
@@ -13,12 +13,13 @@ _READS = frozenset(
     f"stablehlo.{name}"
     for name in "broadcast_in_dim convert gather reshape slice transpose".split()
 )
-# What indices of a lookup are made by.
+# What the indices of a lookup are made by.
 _INDICES = _READS | frozenset(
     f"stablehlo.{name}"
     for name in "add clamp compare concatenate constant iota select subtract".split()
 )
 _BARRIER = "stablehlo.optimization_barrier"
+_DEPTH = 8  # operations between two indices and what both are made of
 
 
 def merge_reads(value: Any) -> None:
@@ -26,16 +27,18 @@ def merge_reads(value: Any) -> None:
 
     Args:
         value: a value of MLIR."""
-    firsts: list[Any] = []
+    keys: dict[Any, Hashable] = {}
+    firsts: dict[Hashable, list[Any]] = {}  # one for each block
     for op in _readers(value):
-        i = next((i for i, first in enumerate(firsts) if _are_equal(op, first)), None)
+        equal = firsts.setdefault(_key(op, keys), [])
+        i = next((i for i, x in enumerate(equal) if _block(x) == _block(op)), None)
         if i is None:
-            firsts.append(op)
+            equal.append(op)
             continue
-        first, later = (op, firsts[i]) if _is_before(op, firsts[i]) else (firsts[i], op)
+        first, later = (op, equal[i]) if _is_before(op, equal[i]) else (equal[i], op)
         later.results[0].replace_all_uses_with(first.results[0])
-        firsts[i] = first
-    for op in firsts:
+        equal[i] = first
+    for op in (op for equal in firsts.values() for op in equal):
         if op.name != "stablehlo.gather":
             merge_reads(op.results[0])
 
@@ -65,21 +68,27 @@ def _block(op: Any) -> Any:
     return ir.InsertionPoint(op).block
 
 
-def _are_equal(a: Any, b: Any, depth: int = 8) -> bool:
-    """Whether two operations of one block compute the same."""
-    if a == b:
-        return True
-    if a.name != b.name or a.name not in _INDICES or not depth:
-        return False
-    if _block(a) != _block(b) or _description(a) != _description(b):
-        return False
-    pairs = zip(map(_origin, a.operands), map(_origin, b.operands), strict=True)
-    return all(x == y or _are_made_equal(x, y, depth - 1) for x, y in pairs)
+def _key(op: Any, known: dict[Any, Hashable], depth: int = _DEPTH) -> Hashable:
+    """What an operation computes: equal for two that compute the same.
+
+    Types and attributes are objects that MLIR makes once for all that are equal."""
+    if (op, depth) not in known:
+        # By index: what iteration gives depends on the version of MLIR.
+        named = (op.attributes[i] for i in range(len(op.attributes)))
+        known[op, depth] = (
+            op.name,
+            tuple(value.type for value in op.results),
+            tuple((str(x.name), x.attr) for x in named),
+            tuple(_key_of_value(value, known, depth - 1) for value in op.operands),
+        )
+    return known[op, depth]
 
 
-def _are_made_equal(x: Any, y: Any, depth: int) -> bool:
-    a, b = _maker(x), _maker(y)
-    return a is not None and b is not None and _are_equal(a, b, depth)
+def _key_of_value(value: Any, known: dict[Any, Hashable], depth: int) -> Hashable:
+    value = _origin(value)
+    op = _maker(value)
+    is_index = depth and op is not None and op.name in _INDICES
+    return _key(op, known, depth) if is_index else value
 
 
 def _maker(value: Any) -> Any:
@@ -92,11 +101,3 @@ def _origin(value: Any) -> Any:
     while (op := _maker(value)) is not None and _is_barrier(op):
         value = op.operands[0]
     return value
-
-
-def _description(op: Any) -> tuple[Any, ...]:
-    """The types that an operation reads and makes, and its other parameters."""
-    types = (str(value.type) for value in (*op.operands, *op.results))
-    # By index: what iteration gives depends on the version of MLIR.
-    named = [op.attributes[i] for i in range(len(op.attributes))]
-    return *types, *((str(x.name), str(x.attr)) for x in named)

@@ -40,14 +40,19 @@ ELSEWHERE = {
     "quantize": "convert",
     "save": "convert",
 }
-# How those are written that are called in another way than what they are taken for.
+# How those are written that are called in another way than what they are taken for, by
+# our name, or by that of others in lower case.
 WRITTEN = {
     "amp": "mixed = amp(loss_fn)",
     "amp_stop": "with amp_stop():",
-    "convert": "convert(fn, params, x, amp_policy='int8_from_mixed_bfloat16')",
+    "convert": "convert(fn, params, x)",
     "enable_amp": "mixed, tx = enable_amp(loss_fn, optimizer)",
     "guard_step": "@guard_step",
     "loss_scale_optimizer": "tx = loss_scale_optimizer(optimizer)",
+    "export": "convert(fn, params, x).save(path)",
+    "quantise": "convert(fn, params, x, amp_policy='int8_from_mixed_bfloat16')",
+    "quantize": "convert(fn, params, x, amp_policy='int8_from_mixed_bfloat16')",
+    "save": "convert(fn, params, x).save(path)",
 }
 
 
@@ -61,24 +66,28 @@ def refuse_name(home: str, name: str) -> NoReturn:
         reader = reader.f_back
     # `from home import name` would make another error of an `AttributeError`.
     if hint and dis.opname[reader.f_code.co_code[reader.f_lasti]] == "IMPORT_FROM":
-        raise ImportError(f"cannot import name {name!r} from {home!r}. {hint}")
+        path = getattr(sys.modules.get(home), "__file__", None)
+        said = f"cannot import name {name!r} from {home!r}. {hint}"
+        raise ImportError(said, name=home, path=path)
     raise AttributeError(f"module {home!r} has no attribute {name!r}. {hint}".strip())
 
 
 def _hint(home: str, name: str) -> str:
-    package = home.partition(".")[0]
-    homes = [package, *(x.__name__ for x in vars(sys.modules[package])["_HOMES"])]
-    public = {module: sys.modules[module].__all__ for module in homes}
+    package = sys.modules.get(__name__.rpartition(".")[0])
+    homes: tuple[Any, ...] = (package, *getattr(package, "_HOMES", ()))
+    public = {x.__name__: x.__all__ for x in homes if hasattr(x, "__all__")}
     for module, names in public.items():
         if name in names:
             return f"It is in `{module}`."
-    known = {x for names in public.values() for x in names}
     ours = {other.lower(): own for other, own in ELSEWHERE.items()}.get(name.lower())
     if ours is None:
-        near = public[home] if home != package else known
-        return did_you_mean(name, near).strip()
-    written = f" Write `{WRITTEN[ours]}`." if ours in WRITTEN else ""
-    return f"Did you mean {ours!r}?{written}"
+        of_home = (
+            public.get(home, ()) if home != getattr(package, "__name__", "") else ()
+        )
+        everywhere = (x for names in public.values() for x in names)
+        return did_you_mean(name, of_home or everywhere).strip()
+    written = WRITTEN.get(name.lower(), WRITTEN.get(ours))
+    return f"Did you mean {ours!r}?" + (f" Write `{written}`." if written else "")
 
 
 def did_you_mean(name: Any, known: Iterable[str]) -> str:

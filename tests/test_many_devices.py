@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
+import jaxamp_like._jax
 from benchmarks.measure import low_share, saved
 from jaxamp_like import AmpWarning, Policy, amp, default_amp_policy
 from jaxamp_like._jax import raw, subjaxprs
@@ -343,6 +344,23 @@ def test_reads_of_an_input_are_merged_for_several_devices_alone():
     assert lowered(None, None) == lowered(False, None)
     assert casts_that_are_read(lowered(False, split)) == 2
     assert casts_that_are_read(lowered(None, split)) == 1
+
+
+def test_reads_are_merged_once_for_each_input(monkeypatch):
+    """Layers that are slices of one array, as many as there are."""
+    merged = []
+    monkeypatch.setattr(jaxamp_like._jax, "merge_reads", merged.append)
+    split = NamedSharding(make_mesh(), P(None, "data")), NamedSharding(make_mesh(), P())
+
+    def fn(w, x):
+        for i in range(len(w)):
+            x = x + jnp.tanh(x @ w[i])
+        return jnp.sum(x)
+
+    args = normal(0, 6, DIM, DIM), normal(1, N, DIM)
+    mixed = jax.grad(amp(fn, compute_dtype="bfloat16"), argnums=(0, 1))
+    jax.jit(mixed, in_shardings=split).lower(*args)
+    assert 1 <= len(merged) <= 2
 
 
 @pytest.mark.parametrize("transform", ("grad", "hessian", "vmap", "jvp"))

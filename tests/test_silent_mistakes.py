@@ -465,6 +465,31 @@ def drop_of_state():
     scaler.update(True)
 
 
+class Trainer:
+    """Whose scale can be taken once, and which has another under a private name."""
+
+    def __init__(self):
+        self.__mine, self.held = DynamicScalerState(), [DynamicScalerState()]
+
+    @property
+    def scaler(self):
+        return self.held.pop()
+
+    def drop(self):
+        self.__mine.update(True)
+
+
+def test_what_a_call_names_is_not_asked_of_the_users_code():
+    trainer = Trainer()
+    with pytest.warns(AmpWarning, match="dropped here"):
+        trainer.scaler.update(True)
+
+
+def test_a_result_that_is_dropped_under_a_private_name():
+    with pytest.warns(AmpWarning, match="dropped here"):
+        Trainer().drop()
+
+
 def test_results_that_are_kept_by_what_is_written_in_c():
     low, made = functools.partial(amp, **bfloat16), []
     made.extend(map(amp, [loss]))

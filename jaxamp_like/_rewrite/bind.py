@@ -89,6 +89,7 @@ class Binder:
         self.shared: frozenset[Any] = frozenset()  # see `Schedule`
         self.copies: dict[Any, Any] = {}  # in 8 bits, one for readers that round alike
         self.kept_whole: frozenset[Any] = frozenset()  # not in 8 bits by regions
+        self.read_again: dict[Any, Any] = {}  # inputs, one for all readers
         # Of the program that is bound: how it keeps what contractions made, the facts
         # of its variables, and what makes them.
         self.saves: LowBits | None = None

@@ -199,7 +199,11 @@ def _read_again(binder: StepBinder, v: Any) -> Any:
     """The value of a variable that the backward pass reads, too."""
     value, fact = binder.env[v], binder.facts.get(v)
     is_input = fact is not None and fact.remat_source == RematSource.INPUT
-    return read_once(value) if is_input and binder.merges_reads else value
+    if not is_input or not binder.merges_reads:
+        return value
+    if v not in binder.read_again:
+        binder.read_again[v] = read_once(value)
+    return binder.read_again[v]
 
 
 def _is_pvary(view: Step) -> bool:

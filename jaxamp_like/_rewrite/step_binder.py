@@ -34,6 +34,7 @@ class StepBinder(Protocol):
     rounded_cotangents: Mapping[Any, int | None]
     kept_whole: frozenset[Any]
     facts: Mapping[Any, Any]
+    read_again: dict[Any, Any]
 
     @property
     def merges_reads(self) -> bool: ...
