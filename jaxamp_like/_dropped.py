@@ -28,9 +28,9 @@ def warns_if_dropped(instead: str) -> Callable[[Callable[_P, _R]], Callable[_P, 
         def checked(*args: _P.args, **kwargs: _P.kwargs) -> _R:
             with hiding_frames:
                 out = function(*args, **kwargs)
-            frame = sys._getframe(1)
-            called = _called_for_nothing(frame.f_code, frame.f_lasti)
-            if called and _is_called(frame, called, function, args[:1]):
+            frame = sys._getframe().f_back  # `None` in a thread of C
+            called = frame and _called_for_nothing(frame.f_code, frame.f_lasti)
+            if frame and called and _is_called(frame, called, function, args[:1]):
                 warn_or_raise(
                     f"`{function.__name__}` changes nothing in place, and what it "
                     f"returns is dropped here. Write `{instead}`.",
@@ -84,4 +84,6 @@ _UNKNOWN = object()
 
 def _attribute(owner: Any, name: str) -> Any:
     found = inspect.getattr_static(owner, name, _UNKNOWN)
+    if isinstance(found, types.MemberDescriptorType):  # a slot
+        return getattr(owner, name, _UNKNOWN)
     return _UNKNOWN if inspect.isdatadescriptor(found) else found

@@ -601,6 +601,17 @@ def is_differentiated(x: Any) -> bool:
     return any(type(trace).__name__ in _DIFFERENTIATING for trace in _traces(x))
 
 
+_PROGRAMS = ("jit", "scan", "fori_loop", "while_body", "cond")
+
+
+def is_differentiated_in_program(x: Any) -> bool:
+    """Whether a derivative by a value is taken in what `jit` traces, or a loop in that.
+
+    A program that JAX transposes as a whole is none, such as that of a linear solve."""
+    traces = _traces(x)
+    return is_differentiated(x) and _traced_for(traces[-1]) in _PROGRAMS
+
+
 def is_jitted(x: Any) -> bool:
     """Whether a value belongs to a program that `jax.jit` is tracing.
 

@@ -28,6 +28,7 @@ def merge_reads(value: Any) -> None:
     Args:
         value: a value of MLIR."""
     keys: dict[Any, Hashable] = {}
+    places: dict[Any, int] = {}
     firsts: dict[Hashable, list[Any]] = {}  # one for each block
     for op in _readers(value):
         equal = firsts.setdefault(_key(op, keys), [])
@@ -35,7 +36,8 @@ def merge_reads(value: Any) -> None:
         if i is None:
             equal.append(op)
             continue
-        first, later = (op, equal[i]) if _is_before(op, equal[i]) else (equal[i], op)
+        is_first = _is_before(op, equal[i], places)
+        first, later = (op, equal[i]) if is_first else (equal[i], op)
         later.results[0].replace_all_uses_with(first.results[0])
         equal[i] = first
     for op in (op for equal in firsts.values() for op in equal):
@@ -56,12 +58,14 @@ def _is_barrier(op: Any) -> bool:
     return op.name == _BARRIER and len(op.operands) == 1
 
 
-def _is_before(a: Any, b: Any) -> bool:
+def _is_before(a: Any, b: Any, places: dict[Any, int]) -> bool:
     """Whether `a` stands before `b` in the block of both."""
     if hasattr(a, "is_before_in_block"):
         return a.is_before_in_block(b)
-    first = next(op for op in _block(a).operations if op.operation in (a, b))  # JAX 0.6
-    return first.operation == a
+    if a not in places:  # JAX 0.6
+        inside = enumerate(_block(a).operations)
+        places |= {op.operation: i for i, op in inside}
+    return places[a] < places[b]
 
 
 def _block(op: Any) -> Any:

@@ -346,6 +346,46 @@ def test_reads_of_an_input_are_merged_for_several_devices_alone():
     assert casts_that_are_read(lowered(None, split)) == 1
 
 
+def quadratic(w):
+    return 0.5 * jnp.sum(jnp.square(jnp.eye(w.shape[0]) @ w))
+
+
+@pytest.mark.parametrize("around", (lambda fn: fn, jax.jit), ids=("plain", "jit"))
+def test_a_gradient_that_is_linear_is_transposed(around):
+    """Both the cotangent and the input are linear there."""
+    w = normal(0, 8, 8)
+    gradient = around(jax.grad(amp(quadratic, compute_dtype="bfloat16")))
+    np.testing.assert_array_equal(jax.linear_transpose(gradient, w)(w)[0], gradient(w))
+
+
+def test_a_tangent_that_is_linear_in_the_input_is_transposed():
+    w, along = normal(0, 8, 8), normal(1, 8, 8)
+    mixed = amp(quadratic, compute_dtype="bfloat16")
+
+    def tangent(w):
+        return jax.jvp(mixed, (w,), (along,))[1]
+
+    (found,) = jax.linear_transpose(tangent, w)(1.0)
+    np.testing.assert_allclose(found, along, rtol=2**-7)
+
+
+def test_a_gradient_is_the_matrix_of_a_linear_solve():
+    mixed = jax.grad(amp(quadratic, compute_dtype="bfloat16"))
+    b = normal(0, 8, 8)
+
+    def solved(b):
+        return jnp.sum(
+            jax.lax.custom_linear_solve(
+                lambda v: mixed(v) + v,
+                b,
+                lambda product, b: b / 2,
+                transpose_solve=lambda product, b: b / 2,
+            )
+        )
+
+    np.testing.assert_array_equal(jax.grad(solved)(b), jnp.full_like(b, 0.5))
+
+
 def test_reads_are_merged_once_for_each_input(monkeypatch):
     """Layers that are slices of one array, as many as there are."""
     merged = []

@@ -10,14 +10,22 @@ device it changes nothing."""
 
 from typing import Any
 
-from .._jax import Zero, is_differentiated, is_tracer, merging_reads, new_primitive
+from .._jax import (
+    Zero,
+    is_differentiated_in_program,
+    is_linear_operand,
+    is_tracer,
+    merging_reads,
+    new_primitive,
+)
 
 
 def read_once(x: Any) -> Any:
     """An input, whose reads in both passes are merged when lowered for many devices.
 
     Only a backward pass reads it again. So nothing stands in other programs."""
-    return _READ.bind(x) if is_tracer(x) and is_differentiated(x) else x
+    is_read_again = is_tracer(x) and is_differentiated_in_program(x)
+    return _READ.bind(x) if is_read_again else x
 
 
 def _jvp(primals: Any, tangents: Any) -> Any:
@@ -32,6 +40,13 @@ def _cotangent_jvp(primals: Any, tangents: Any) -> Any:
     return _COTANGENT.bind(*primals), tangent if is_zero else _COTANGENT.bind(
         tangent, x
     )
+
+
+def _cotangent_transpose(ct: Any, tangent: Any, x: Any) -> list[Any]:
+    """Where the program is linear in the input, too, nothing is known of that."""
+    is_alone = isinstance(ct, Zero) or is_linear_operand(x)
+    out = ct if is_alone else _COTANGENT.bind(ct, x)
+    return [out if is_linear_operand(tangent) else None, None]
 
 
 _READ = new_primitive(
@@ -50,10 +65,7 @@ _COTANGENT = new_primitive(
     compute=lambda ct, x: ct,
     aval=lambda ct, x: ct,
     jvp=_cotangent_jvp,
-    transpose=lambda ct, tangent, x: [
-        ct if isinstance(ct, Zero) else _COTANGENT.bind(ct, x),
-        None,
-    ],
+    transpose=_cotangent_transpose,
     batch=lambda args, dims: (_COTANGENT.bind(*args), dims[0]),
 )
 merging_reads(_COTANGENT)
