@@ -10,6 +10,8 @@ the documented API, and why:
 - the parameters of structural primitives, where their names changed between versions;
 - the class names of references and of symbolic zeros, where they moved, and of the
   tracer of `jet`, which has no public name;
+- the flag `jax_use_direct_linearize`, which is on or gone since JAX 0.7: a gradient is
+  then told from a tangent by the class of its trace;
 - the traces of tracers (`_trace`, `parent_trace`, `tag`, and of what they trace `val`,
   `batch_dim` and `primal`; the class names `BatchTrace` and `DynamicJaxprTrace`): which
   values a `vmap` around maps. The class names `JVPTrace` and `LinearizeTrace`: whether
@@ -604,12 +606,16 @@ def is_differentiated(x: Any) -> bool:
 _PROGRAMS = ("jit", "scan", "fori_loop", "while_body", "cond")
 
 
-def is_differentiated_in_program(x: Any) -> bool:
-    """Whether a derivative by a value is taken in what `jit` traces, or a loop in that.
+def has_backward_pass(x: Any) -> bool:
+    """Whether what `jit` traces, or a loop in that, has a backward pass by a value.
 
-    A program that JAX transposes as a whole is none, such as that of a linear solve."""
+    A program that JAX transposes as a whole is none, such as that of a linear solve.
+    JAX 0.6 does not show whether a tangent will be transposed."""
     traces = _traces(x)
-    return is_differentiated(x) and _traced_for(traces[-1]) in _PROGRAMS
+    names = [type(trace).__name__ for trace in traces]
+    shows = getattr(jax.config, "jax_use_direct_linearize", True)
+    is_linearized = "LinearizeTrace" in names or (not shows and "JVPTrace" in names)
+    return is_linearized and _traced_for(traces[-1]) in _PROGRAMS
 
 
 def is_jitted(x: Any) -> bool:

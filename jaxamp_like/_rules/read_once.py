@@ -12,7 +12,7 @@ from typing import Any
 
 from .._jax import (
     Zero,
-    is_differentiated_in_program,
+    has_backward_pass,
     is_linear_operand,
     is_tracer,
     merging_reads,
@@ -24,28 +24,27 @@ def read_once(x: Any) -> Any:
     """An input, whose reads in both passes are merged when lowered for many devices.
 
     Only a backward pass reads it again. So nothing stands in other programs."""
-    is_read_again = is_tracer(x) and is_differentiated_in_program(x)
-    return _READ.bind(x) if is_read_again else x
+    return _READ.bind(x) if is_tracer(x) and has_backward_pass(x) else x
 
 
 def _jvp(primals: Any, tangents: Any) -> Any:
     (x,), (tangent,) = primals, tangents
-    is_zero = isinstance(tangent, Zero)
-    return x, tangent if is_zero else _COTANGENT.bind(tangent, x)
+    return x, _beside(tangent, x)
 
 
 def _cotangent_jvp(primals: Any, tangents: Any) -> Any:
     (_, x), (tangent, _) = primals, tangents
-    is_zero = isinstance(tangent, Zero)
-    return _COTANGENT.bind(*primals), tangent if is_zero else _COTANGENT.bind(
-        tangent, x
-    )
+    return _COTANGENT.bind(*primals), _beside(tangent, x)
+
+
+def _beside(tangent: Any, x: Any) -> Any:
+    """A tangent or a cotangent of an input, beside that input."""
+    return tangent if isinstance(tangent, Zero) else _COTANGENT.bind(tangent, x)
 
 
 def _cotangent_transpose(ct: Any, tangent: Any, x: Any) -> list[Any]:
     """Where the program is linear in the input, too, nothing is known of that."""
-    is_alone = isinstance(ct, Zero) or is_linear_operand(x)
-    out = ct if is_alone else _COTANGENT.bind(ct, x)
+    out = ct if is_linear_operand(x) else _beside(ct, x)
     return [out if is_linear_operand(tangent) else None, None]
 
 
