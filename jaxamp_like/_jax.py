@@ -50,8 +50,8 @@ the documented API, and why:
   `Lowered.as_text` is made: it reads MLIR's module, which has to be read before XLA
   compiles that in another thread.
 
-What is private about hi-primitives is in `_hi_primitives`, and what is private about
-name stacks in `_name_stacks`.
+What is private about hi-primitives is in `_hi_primitives`, what is private about name
+stacks in `_name_stacks`, and what is done with operations of MLIR in `_merged_reads`.
 """
 
 import contextlib
@@ -525,6 +525,20 @@ def new_primitive(
         mlir.register_lowering(primitive, lowering, platform=platform)
     if needs_devices:
         _needs_devices.add(primitive)
+    return primitive
+
+
+def new_identity(name: str, **rules: Any) -> Primitive:
+    """A primitive whose result is its first operand, which others may stand beside.
+
+    `rules` are those of `new_primitive`. It may have parameters, which change nothing
+    unless a rule reads them."""
+    primitive = new_primitive(
+        name,
+        **{"compute": lambda x, *_, **__: x, **rules},
+        aval=lambda x, *_, **__: x,
+        batch=lambda args, dims, **params: (primitive.bind(*args, **params), dims[0]),
+    )
     return primitive
 
 

@@ -1,7 +1,10 @@
 """Equal reads of a value, merged in the program that JAX lowers.
 
 XLA merges equal operations only after it has decided what devices send each other, and
-never merges what they send. So what is to be sent once has to be read once before."""
+never merges what they send. So what is to be sent once has to be read once before.
+
+The Python interface to MLIR is not documented; what is used of it was checked on JAX
+0.6.2, 0.8.3, 0.10.2 and 0.12.0."""
 
 from collections.abc import Hashable, Iterator
 from typing import Any
@@ -29,19 +32,18 @@ def merge_reads(value: Any) -> None:
         value: a value of MLIR."""
     keys: dict[Any, Hashable] = {}
     places: dict[Any, int] = {}
-    firsts: dict[Hashable, list[Any]] = {}  # one for each block
+    firsts: dict[Hashable, Any] = {}  # of equal reads in one block
     for op in _readers(value):
-        equal = firsts.setdefault(_key(op, keys), [])
-        i = next((i for i, x in enumerate(equal) if _block(x) == _block(op)), None)
-        if i is None:
-            equal.append(op)
+        key = _block(op), _key(op, keys)
+        first, later = firsts.setdefault(key, op), op
+        if first == op:
             continue
-        is_first = _is_before(op, equal[i], places)
-        first, later = (op, equal[i]) if is_first else (equal[i], op)
+        if _is_before(later, first, places):
+            first, later = later, first
         later.results[0].replace_all_uses_with(first.results[0])
-        equal[i] = first
-    for op in (op for equal in firsts.values() for op in equal):
-        if op.name != "stablehlo.gather":
+        firsts[key] = first
+    for op in firsts.values():
+        if op.name != "stablehlo.gather":  # what is looked up is no view of the table
             merge_reads(op.results[0])
 
 
@@ -63,8 +65,7 @@ def _is_before(a: Any, b: Any, places: dict[Any, int]) -> bool:
     if hasattr(a, "is_before_in_block"):
         return a.is_before_in_block(b)
     if a not in places:  # JAX 0.6
-        inside = enumerate(_block(a).operations)
-        places |= {op.operation: i for i, op in inside}
+        places |= {op.operation: i for i, op in enumerate(_block(a).operations)}
     return places[a] < places[b]
 
 

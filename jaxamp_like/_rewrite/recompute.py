@@ -4,7 +4,7 @@ import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from .._dtypes import bits
+from .._dtypes import DType, bits
 from .._jax import Literal, checkpoint, eqn_context, without_scopes
 from .._primitives import KEEPING_INPUTS, LINEAR, holds_rule
 from .._rules import (
@@ -38,9 +38,7 @@ def bind_region(outer: StepBinder, region: Region) -> list[Any]:
     )
     run = outer.deduplicated(code, functools.partial(_recomputed_region, outer, region))
     with eqn_context(without_scopes(region.steps[0].eqn)):
-        operands = [
-            outer.in_full(v) if kept[v] else _read_again(outer, v) for v in kept
-        ]
+        operands = [_read_again(outer, v, low) for v, low in kept.items()]
         outs = run(operands, outer.low_copies(kept, kept.values(), bits))
     is_marked = outer.remat_mode == RematMode.REGIONS_UNDER_POLICY
     return list(map(mark_saved, outs)) if is_marked else outs
@@ -175,7 +173,7 @@ def bind_recomputing_casts(
 
     code = code_of([*chain, step], ins), tuple(again), tuple(kept), tuple(bits.items())
     pairs = zip(roots, kept, strict=True)
-    values = [binder.in_full(v) if low else _read_again(binder, v) for v, low in pairs]
+    values = [_read_again(binder, v, low) for v, low in pairs]
     values += [*pvaried, *arrays.values()]
     if not any(kept) and not bits:
         return binder.deduplicated(code, lambda: checkpoint(op, prevent_cse=False))(
@@ -195,8 +193,12 @@ def bind_recomputing_casts(
     return run(values, copies)
 
 
-def _read_again(binder: StepBinder, v: Any) -> Any:
-    """The value of a variable that the backward pass reads, too."""
+def _read_again(binder: StepBinder, v: Any, low: DType | None) -> Any:
+    """The value of a variable that the backward pass reads, too.
+
+    Where a copy of the dtype `low` is kept for it, this is the value in full."""
+    if low:
+        return binder.in_full(v)
     value, fact = binder.env[v], binder.facts.get(v)
     is_input = fact is not None and fact.remat_source == RematSource.INPUT
     if not is_input or not binder.merges_reads:

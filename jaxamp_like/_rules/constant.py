@@ -11,7 +11,14 @@ from typing import Any, NoReturn
 import jax.numpy as jnp
 
 from .._errors import AmpError
-from .._jax import Primitive, Zero, is_linear_operand, new_primitive, tangent_aval
+from .._jax import (
+    Primitive,
+    Zero,
+    is_linear_operand,
+    new_identity,
+    new_primitive,
+    tangent_aval,
+)
 
 
 def constant(x: Any) -> Any:
@@ -75,18 +82,13 @@ def _nothing_batch(args: Any, dims: Any) -> Any:
 def first_operand(name: str, jvp: Callable[..., Any]) -> Primitive:
     """A primitive that returns its first operand, and gives no operand a cotangent.
 
-    It may have parameters, which change nothing. A transposed loop hands back arrays of
-    0 for its constants, not symbolic zeros."""
-    primitive = new_primitive(
+    A transposed loop hands back arrays of 0 for its constants, not symbolic zeros."""
+    return new_identity(
         name,
-        compute=lambda x, *_, **__: x,
-        aval=lambda x, *_, **__: x,
         jvp=jvp,
         transpose=lambda ct, *operands, **_: [Zero(x.aval) for x in operands],
-        batch=lambda args, dims, **params: (primitive.bind(*args, **params), dims[0]),
         series=no_series,
     )
-    return primitive
 
 
 _CONSTANT = first_operand("amp_constant", _constant_jvp)

@@ -3,10 +3,10 @@
 The backward pass casts a parameter a second time, and looks up rows of a table again,
 since the input is in memory anyway (see `_rewrite.placement`). Where the parameter is
 split over devices, each of these reads has to fetch what the device does not have, and
-XLA does not see that both fetch the same. If only the `in_shardings` of a `jit` around
-`amp` place the parameter, tracing can't know. The lowering does know that it compiles
-for several devices: it then merges the reads, as if the program had read once. On one
-device it changes nothing."""
+XLA does not see that all of them fetch the same. If only the `in_shardings` of a `jit`
+around `amp` place the parameter, tracing can't know. The lowering does know that it
+compiles for several devices: it then merges the reads, as if the program had read once.
+On one device it changes nothing."""
 
 from typing import Any
 
@@ -16,14 +16,14 @@ from .._jax import (
     is_linear_operand,
     is_tracer,
     merging_reads,
-    new_primitive,
+    new_identity,
 )
 
 
 def read_once(x: Any) -> Any:
-    """An input, whose reads in both passes are merged when lowered for many devices.
+    """An input whose reads are merged where a program is lowered for several devices.
 
-    Only a backward pass reads it again. So nothing stands in other programs."""
+    Only a backward pass reads it again, so a program without one has no such mark."""
     return _READ.bind(x) if is_tracer(x) and has_backward_pass(x) else x
 
 
@@ -43,28 +43,16 @@ def _beside(tangent: Any, x: Any) -> Any:
 
 
 def _cotangent_transpose(ct: Any, tangent: Any, x: Any) -> list[Any]:
-    """Where the program is linear in the input, too, nothing is known of that."""
+    """The input itself may be linear; then it has no value to stand beside."""
     out = ct if is_linear_operand(x) else _beside(ct, x)
     return [out if is_linear_operand(tangent) else None, None]
 
 
-_READ = new_primitive(
-    "amp_read",
-    compute=lambda x: x,
-    aval=lambda x: x,
-    jvp=_jvp,
-    transpose=lambda ct, x: [ct],
-    batch=lambda args, dims: (_READ.bind(*args), dims[0]),
-)
+_READ = new_identity("amp_read", jvp=_jvp, transpose=lambda ct, x: [ct])
 
 # A cotangent of an input comes after all that reads the input, so that its lowering
 # finds these reads. Beside it stands the input itself.
-_COTANGENT = new_primitive(
-    "amp_read_cotangent",
-    compute=lambda ct, x: ct,
-    aval=lambda ct, x: ct,
-    jvp=_cotangent_jvp,
-    transpose=_cotangent_transpose,
-    batch=lambda args, dims: (_COTANGENT.bind(*args), dims[0]),
+_COTANGENT = new_identity(
+    "amp_read_cotangent", jvp=_cotangent_jvp, transpose=_cotangent_transpose
 )
 merging_reads(_COTANGENT)

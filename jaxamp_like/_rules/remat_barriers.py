@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .._jax import Zero, new_primitive
+from .._jax import Zero, new_identity, new_primitive
 
 
 def behind_barrier(x: Any) -> Any:
@@ -63,34 +63,24 @@ def _cotangent_barrier_jvp(primals: Any, tangents: Any) -> Any:
     return _COTANGENT_BARRIER.bind(*primals), out
 
 
-_BARRIER = new_primitive(
+_BARRIER = new_identity(
     "amp_apart",
     compute=lax.optimization_barrier,
-    aval=lambda x: x,
     # Cotangents go by without a barrier: XLA may merge them with what they add to.
     jvp=lambda primals, tangents: (_BARRIER.bind(*primals), tangents[0]),
     transpose=_barrier_transpose,
-    batch=lambda args, dims: (_BARRIER.bind(*args), dims[0]),
     on={"tpu": lambda x: x},
     series=lambda x: x,
 )
 
-_COTANGENT_BARRIER = new_primitive(
-    "amp_begun_apart",
-    compute=lambda x: x,
-    aval=lambda x: x,
-    jvp=_cotangent_barrier_jvp,
-    transpose=_barrier_transpose,
-    batch=lambda args, dims: (_COTANGENT_BARRIER.bind(*args), dims[0]),
+_COTANGENT_BARRIER = new_identity(
+    "amp_begun_apart", jvp=_cotangent_barrier_jvp, transpose=_barrier_transpose
 )
 
-_SAVED = new_primitive(
+_SAVED = new_identity(
     "amp_kept",
-    compute=lambda x: x,
-    aval=lambda x: x,
     jvp=lambda primals, tangents: (_SAVED.bind(*primals), tangents[0]),
     transpose=lambda ct, x: [ct],
-    batch=lambda args, dims: (_SAVED.bind(*args), dims[0]),
 )
 
 _SAVED_ON_TPUS = new_primitive(
