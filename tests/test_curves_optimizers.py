@@ -21,12 +21,23 @@ def test_what_is_missed(int8, int4, missed):
     assert len(list(curves_optimizers.misses(results))) == missed
 
 
+def test_a_record_of_other_settings_is_no_part_of_another(tmp_path):
+    file = tmp_path / "curves_optimizers.json"
+    assert curves_optimizers.recorded_before(file, 4, 2) == {}
+    file.write_text(json.dumps({"steps": 4, "seeds": 2, "results": {"Adam": {}}}))
+    assert curves_optimizers.recorded_before(file, 4, 2) == {"Adam": {}}
+    assert curves_optimizers.recorded_before(file, 4, 3) == {}
+
+
 @pytest.mark.nightly
 def test_the_command(tmp_path):
     call = "--steps 4 --seeds 2 --optimizers Signum --out".split()
     assert curves_optimizers.main([*call, str(tmp_path)]) in (0, 1)
     assert (tmp_path / "curves_optimizers.png").read_bytes().startswith(b"\x89PNG")
+    call[call.index("Signum")] = "Lion"
+    assert curves_optimizers.main([*call, str(tmp_path)]) in (0, 1)
     record = json.loads((tmp_path / "curves_optimizers.json").read_text())
+    assert [*record["results"]] == ["Lion", "Signum"]
     by_task = record["results"]["Signum"]
     assert [len(by_way) for by_way in by_task.values()] == [3, 3, 3]
     gan = by_task["GAN"]
