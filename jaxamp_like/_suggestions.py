@@ -92,11 +92,17 @@ def _hint(home: str, name: str) -> str:
 
 def did_you_mean(name: Any, known: Iterable[str]) -> str:
     """A question that names the `known` name closest to `name`; "" if none is close."""
+    close = closest(name, known)
+    return f" Did you mean {close!r}?" if close else ""
+
+
+def closest(name: Any, known: Iterable[str]) -> str | None:
+    """The name closest to `name`: its words in another order, or in other letters."""
     given = str(name).lower()
     lower = {k.lower(): k for k in known}
     reordered = [k for k in lower if sorted(k.split("_")) == sorted(given.split("_"))]
     close = reordered or get_close_matches(given, lower, 1)
-    return f" Did you mean {lower[close[0]]!r}?" if close else ""
+    return lower[close[0]] if close else None
 
 
 def no_attribute(owner: Any, name: str, hint: str = "") -> AttributeError:

@@ -5,7 +5,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from difflib import get_close_matches
 from pathlib import Path
 from threading import Event
 from typing import Any, NamedTuple
@@ -26,6 +25,7 @@ from .._reports.versions import versions
 from .._rewrite.record import Recorder, recording
 from .._rewrite.solvers import without_solver_scope
 from .._structural import Step
+from .._suggestions import closest
 from . import lock as locks
 from .arrays import LARGE
 from .certificate import Certificate
@@ -52,8 +52,8 @@ HEAD_START = 0.1  # seconds that compiling has alone
 def _instead(parameters: Mapping[str, Any], args: Any, kwargs: Any) -> list[str]:
     """What to write in the place of keywords that `certify` has not."""
     others = [name for name in kwargs if name not in parameters]
-    close = [get_close_matches(name, parameters, 1) for name in others]
-    told = [f"Did you mean `{name}`?" for names in close for name in names]
+    close = [closest(name, parameters) for name in others]
+    told = [f"Did you mean `{name}`?" for name in close if name]
     if others and not told:
         given = ", ".join(f"{name}=..." for name in others)
         told = [f"Keywords of the step: `certify(functools.partial(step, {given}))`."]

@@ -6,12 +6,12 @@ import os
 import sys
 import traceback
 from collections.abc import Iterable
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from .._errors import OURS_AND_JAX, why_not_called
 from .._frameworks.modules import holds_parameters
+from .._suggestions import did_you_mean
 
 
 class WrongTarget(Exception):
@@ -97,19 +97,16 @@ def _instead_of_module(module: str) -> str:
         )
     names = [path.stem for path in Path().glob("*.py")]
     names += [path.parent.name for path in Path().glob("*/__init__.py")]
-    close = get_close_matches(module.partition(".")[0], names, 1)
-    if close:
-        return f". Did you mean {close[0]!r}?"
+    if question := did_you_mean(module.partition(".")[0], names):
+        return f".{question}"
     return f" in {Path().resolve()}: run from the folder that it is in."
 
 
 def _instead_of_name(name: str, found: Iterable[str]) -> str:
     """The end of a message about a name that a module does not have."""
     public = [n for n in found if not n.startswith("_")]
-    close = get_close_matches(name, public, 1)
-    if close:
-        return f" Did you mean {close[0]!r}?"
-    return f" It has {', '.join(public[:12]) or 'no public names'}."
+    known = f" It has {', '.join(public[:12]) or 'no public names'}."
+    return did_you_mean(name, public) or known
 
 
 def users_traceback(error: BaseException) -> str | None:

@@ -4,7 +4,6 @@ import contextlib
 import functools
 import re
 from collections.abc import Callable, Iterable, Mapping
-from difflib import get_close_matches
 from typing import Any, ParamSpec, TypeVar
 
 import jax
@@ -29,6 +28,7 @@ from .._rules import (
 )
 from .._rules.user_rules import display_name, is_dtype, is_made_by_calling
 from .._structural import STRUCTURAL
+from .._suggestions import closest
 from .classes import CLASSES
 from .dictionary import AMP_DEFAULT, Lookup, show_key
 
@@ -147,9 +147,8 @@ def _by_name(caller: str, parameters: Mapping[str, Any], name: str) -> str:
     if instead := _MADE_ELSEWHERE.get(caller, {}).get(name):
         return instead
     known = _ELSEWHERE.get(name)
-    close = [known] if known in parameters else get_close_matches(name, parameters, 1)
-    if close:
-        return f"Did you mean `{close[0]}`?"
+    if close := known if known in parameters else closest(name, parameters):
+        return f"Did you mean `{close}`?"
     hint = f"The arguments are {', '.join(parameters)}."
     if "fn" in parameters and caller != "convert":
         hint += f" Those of the function come after: `{caller}(fn)(..., {name}=...)`."

@@ -1,7 +1,6 @@
 """Rules that change how precise a contraction's sums are, and no dtype."""
 
 from dataclasses import dataclass
-from difflib import get_close_matches
 from typing import Any
 
 import jax.numpy as jnp
@@ -9,6 +8,7 @@ from jax import lax
 
 from .._errors import AmpError
 from .._primitives import CONTRACTIONS
+from .._suggestions import did_you_mean
 from . import Decision, Rule, Site, use_original_precision, why_as_written
 
 _FLOAT32 = jnp.dtype("float32")
@@ -111,10 +111,8 @@ def _algorithm_named(name: str) -> lax.DotAlgorithmPreset | lax.Precision:
         return lax.Precision(name)
     except ValueError:
         known = [*_PRESETS, *(p.name.lower() for p in lax.Precision)]
-    by_lower = {k.lower(): k for k in known}
-    close = [k for k in by_lower if name and k.startswith(f"{name.lower()}_")][:1]
-    close = close or get_close_matches(name.lower(), by_lower, 1)
-    hint = f" Did you mean {by_lower[close[0]]!r}?" if close else ""
+    begun = [k for k in known if name and k.lower().startswith(f"{name.lower()}_")]
+    hint = did_you_mean(begun[0] if begun else name, known)
     raise ValueError(
         f"There is no algorithm {name!r} for contractions.{hint} Known: "
         f"{', '.join(known)}."

@@ -1,7 +1,6 @@
 """Lists of ops that the user gives, checked."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from difflib import get_close_matches
 from typing import Any
 
 from jax.typing import DTypeLike
@@ -11,6 +10,7 @@ from ..._errors import AmpError
 from ..._jax import Primitive
 from ..._primitives import FIXED
 from ..._structural import STRUCTURAL
+from ..._suggestions import did_you_mean
 from ..classes import CLASSES
 from ..mistakes import instead_of_function_name
 from .common import Op, Table
@@ -58,14 +58,17 @@ def _name(op: Any, argument: str) -> str:
             "for it; the ops inside are looked up one by one."
         )
     if isinstance(op, str) and name not in CLASSES:
-        close = get_close_matches(name, CLASSES, 3)
-        hint = f"Did you mean {' or '.join(map(repr, close))}? " if close else ""
+        instead = instead_of_function_name(name)
         hint = (
-            instead_of_function_name(name)
-            or f"{hint}A primitive of your own is given as an object, not by its name."
+            f" {instead}"
+            if instead
+            else (
+                f"{did_you_mean(name, CLASSES)} A primitive of your own is given as an "
+                "object, not by its name."
+            )
         )
         raise AmpError(
-            f"No primitive is called {name!r}, which `{argument}` holds. {hint}"
+            f"No primitive is called {name!r}, which `{argument}` holds.{hint}"
         )
     return name
 

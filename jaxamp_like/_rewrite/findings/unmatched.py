@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Iterator, Sequence
-from difflib import get_close_matches
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -24,6 +23,7 @@ from ..._policies.mistakes import instead_of_function_name, instead_of_primitive
 from ..._policies.named import Policy
 from ..._rules import Match
 from ..._structural import Plan, Step, derivative_of
+from ..._suggestions import closest
 from ..planner import Planner
 from ..record import number_in
 
@@ -119,9 +119,8 @@ def _hint(key: Key, steps: Sequence[_Equation], of_map: bool) -> str:
             "layers that one `scan` runs (`nn.scan`, `jax.lax.scan`) share a scope, "
             f"and the key {stack!r} is for all of them."
         )
-    close = get_close_matches(path, [*names, AMP_DEFAULT], 1)
-    if close:
-        return _question(close[0], names)
+    if close := closest(path, [*names, AMP_DEFAULT]):
+        return _question(close, names)
     function = "" if is_exact or of_map else instead_of_function_name(path)
     return " ".join(filter(None, (function, _list(paths))))
 
