@@ -90,7 +90,7 @@ from ._hi_primitives import (
     is_opaque_hi,
     to_classic,
 )
-from ._merged_reads import merge_reads
+from ._merged_reads import CAN_MERGE, Reads
 from ._name_stacks import (
     as_recomputed,
     in_scope,
@@ -542,22 +542,62 @@ def new_identity(name: str, **rules: Any) -> Primitive:
     return primitive
 
 
-def merging_reads(primitive: Primitive) -> None:
-    """Has a primitive, lowered for several devices, merge the reads of its operand 1.
+def new_note(name: str) -> Primitive:
+    """A primitive without results, which stays in the program all the same.
 
-    Its result is its operand 0. JAX lowers most equations once for all that are alike,
-    in a function of their own, where other readers of an operand do not show: this one
-    is lowered where it stands."""
+    What reads the program learns by it of the operand, and of its parameters."""
 
-    def lowering(ctx: Any, x: Any, value: Any) -> list[Any]:
-        context = ctx.module_context.axis_context
-        if (getattr(context, "num_devices", None) or 1) > 1:
-            merge_reads(value)
-        return [x]
+    def again(args: Any, others: Any, **params: Any) -> tuple[list[Any], list[Any]]:
+        primitive.bind(*args, **params)
+        return [], []
+
+    primitive = jex.Primitive(name)
+    primitive.multiple_results = True
+    primitive.def_impl(lambda x, **_: [])
+    primitive.def_abstract_eval(lambda x, **_: [])
+    ad.primitive_jvps[primitive] = again
+    ad.primitive_transposes[primitive] = lambda cts, x, **_: [None]
+    batching.primitive_batchers[primitive] = again
+    # What it is given beside the equation depends on the version of JAX.
+    partial_eval.dce_rules[primitive] = lambda *given: ([True], given[-1])
+    mlir.register_lowering(primitive, lambda ctx, x, **_: [])
+    _SERIES[primitive] = lambda x, **_: []
+    return primitive
+
+
+def merging_reads(note: Primitive, cotangent: Primitive) -> None:
+    """Has a program that is lowered for several devices merge the reads of a value.
+
+    What `note` is given is known by its parameter `tag`, and merged where the identity
+    `cotangent` has the same. JAX lowers most equations once for all that are alike, in
+    a function of their own, where other readers of a value don't show: these are
+    lowered where they stand."""
+
+    def noting(ctx: Any, x: Any, *, tag: Any) -> list[Any]:
+        if (reads := _reads_of(ctx)) is not None:
+            reads.note(tag, x)
+        return []
+
+    def merging(ctx: Any, ct: Any, *, tag: Any) -> list[Any]:
+        if (reads := _reads_of(ctx)) is not None:
+            reads.merge(tag)
+        return [ct]
 
     may_share = "cacheable" in inspect.signature(mlir.register_lowering).parameters
     options: dict[str, Any] = {"cacheable": False} if may_share else {}
-    mlir.register_lowering(primitive, lowering, **options)
+    mlir.register_lowering(note, noting, **options)
+    mlir.register_lowering(cotangent, merging, **options)
+
+
+def _reads_of(ctx: Any) -> Reads | None:
+    """What is known of reads in a program that is lowered for several devices.
+
+    JAX has a dict by which lowering rules share with each other (checked on JAX 0.6.2,
+    0.10.2 and 0.12.0)."""
+    context = ctx.module_context
+    if not CAN_MERGE or (getattr(context.axis_context, "num_devices", None) or 1) == 1:
+        return None
+    return context.cached_primitive_lowerings.setdefault(Reads, Reads())
 
 
 def recomputed_as(
@@ -624,11 +664,9 @@ def has_backward_pass(x: Any) -> bool:
     """Whether what `jit` traces, or a loop in that, has a backward pass by a value.
 
     A program that JAX transposes as a whole is none, such as that of a linear solve.
-    JAX 0.6 does not show whether a tangent will be transposed."""
+    JAX 0.6 does not show whether a tangent will be transposed: there, none is."""
     traces = _traces(x)
-    names = [type(trace).__name__ for trace in traces]
-    shows = getattr(jax.config, "jax_use_direct_linearize", True)
-    is_linearized = "LinearizeTrace" in names or (not shows and "JVPTrace" in names)
+    is_linearized = any(type(trace).__name__ == "LinearizeTrace" for trace in traces)
     return is_linearized and _traced_for(traces[-1]) in _PROGRAMS
 
 

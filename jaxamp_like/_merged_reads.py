@@ -4,8 +4,10 @@ XLA merges equal operations only after it has decided what devices send each oth
 never merges what they send. So what is to be sent once has to be read once before.
 
 The Python interface to MLIR is not documented; what is used of it was checked on JAX
-0.6.2, 0.8.3, 0.10.2 and 0.12.0."""
+0.8.3, 0.10.2 and 0.12.0. Before JAX 0.7.2 it does not tell which of two operations
+comes first, and nothing is merged."""
 
+from collections import defaultdict
 from collections.abc import Hashable, Iterator
 from typing import Any
 
@@ -25,26 +27,42 @@ _BARRIER = "stablehlo.optimization_barrier"
 _DEPTH = 8  # operations between two indices and what both are made of
 
 
-def merge_reads(value: Any) -> None:
-    """Lets equal reads of a value, also behind barriers, share the first one's result.
+CAN_MERGE = hasattr(ir.Operation, "is_before_in_block")
 
-    Args:
-        value: a value of MLIR."""
-    keys: dict[Any, Hashable] = {}
-    places: dict[Any, int] = {}
-    firsts: dict[Hashable, Any] = {}  # of equal reads in one block
-    for op in _readers(value):
-        key = _block(op), _key(op, keys)
-        first, later = firsts.setdefault(key, op), op
-        if first == op:
-            continue
-        if _is_before(later, first, places):
-            first, later = later, first
-        later.results[0].replace_all_uses_with(first.results[0])
-        firsts[key] = first
-    for op in firsts.values():
-        if op.name != "stablehlo.gather":  # what is looked up is no view of the table
-            merge_reads(op.results[0])
+
+class Reads:
+    """The reads of some values in a program that is being lowered."""
+
+    def __init__(self) -> None:
+        self._values: defaultdict[Hashable, list[Any]] = defaultdict(list)
+        self._firsts: dict[Hashable, Any] = {}  # of equal reads in one block
+        self._merged: set[Any] = set()
+        self._keys: dict[Any, Hashable] = {}
+
+    def note(self, tag: Hashable, value: Any) -> None:
+        """Notes a value of MLIR, whose reads are to be merged, by a tag."""
+        self._values[tag].append(value)
+
+    def merge(self, tag: Hashable) -> None:
+        """Lets equal reads, also behind barriers, share the first one's result."""
+        for value in self._values[tag]:
+            self._merge(value)
+
+    def _merge(self, value: Any) -> None:
+        for op in [op for op in _readers(value) if op not in self._merged]:
+            key = _block(op), _key(op, self._keys)
+            first, later = self._firsts.setdefault(key, op), op
+            if first == op:
+                continue
+            if later.is_before_in_block(first):
+                first, later = later, first
+            later.results[0].replace_all_uses_with(first.results[0])
+            self._firsts[key] = first
+            self._merged.add(later)
+        for op in _readers(value):
+            # What is looked up in a table is no view of it.
+            if op not in self._merged and op.name != "stablehlo.gather":
+                self._merge(op.results[0])
 
 
 def _readers(value: Any) -> Iterator[Any]:
@@ -58,15 +76,6 @@ def _readers(value: Any) -> Iterator[Any]:
 
 def _is_barrier(op: Any) -> bool:
     return op.name == _BARRIER and len(op.operands) == 1
-
-
-def _is_before(a: Any, b: Any, places: dict[Any, int]) -> bool:
-    """Whether `a` stands before `b` in the block of both."""
-    if hasattr(a, "is_before_in_block"):
-        return a.is_before_in_block(b)
-    if a not in places:  # JAX 0.6
-        places |= {op.operation: i for i, op in enumerate(_block(a).operations)}
-    return places[a] < places[b]
 
 
 def _block(op: Any) -> Any:

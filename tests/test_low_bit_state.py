@@ -320,6 +320,12 @@ def test_settings_and_sums_of_gradients_stay(getkey):
     assert not low_arrays(state.acc_grads) and low_arrays(state.inner_opt_state)
 
 
+def test_parameters_may_be_called_like_the_settings_of_optax():
+    params = dict.fromkeys(("hyperparams", "grad_acc", "w"), jnp.ones((64, 80)))
+    state = low_bit_state(optax.inject_hyperparams(optax.adam)(0.1)).init(params)
+    assert len(low_arrays(state)) == 6
+
+
 def test_where_decides_by_path(getkey):
     params = params_of(getkey())
     tx = low_bit_state(

@@ -2,6 +2,7 @@
 
 import functools
 import pickle
+import threading
 from contextvars import ContextVar
 from typing import Any
 
@@ -497,7 +498,56 @@ def test_results_that_are_kept_by_what_is_written_in_c():
     record.update(enumerate(map(DynamicScalerState().update, (True, False))))
     made.extend(map(low, [loss]))
     low(loss)  # under another name
+    functools.lru_cache(amp)(loss)
     assert len(made) == 2
+
+
+class Recorder:
+    """Whose record can't be looked at without running code of the user's."""
+
+    def __init__(self):
+        self.entries, self.scaler = {}, DynamicScalerState()
+
+    @property
+    def record(self):
+        return self.entries
+
+    def note(self, flags):
+        self.record.update(zip("ab", map(self.scaler.update, flags), strict=True))
+
+
+def test_results_that_a_property_keeps():
+    recorder = Recorder()
+    recorder.note((True, False))
+    assert len(recorder.entries) == 2
+
+
+def test_a_result_that_a_library_drops():
+    thread = threading.Thread(target=amp, args=(loss,))
+    thread.start()
+    thread.join()
+
+
+class Asking(functools.partial):
+    """Of which nothing may be asked."""
+
+    def __getattr__(self, name):
+        raise RuntimeError(name)
+
+
+def test_what_is_called_is_asked_nothing():
+    made = []
+    keep = Asking(made.extend)
+    keep(map(amp, [loss]))
+    assert len(made) == 1
+
+
+def test_a_call_in_code_without_lines():
+    def drop():
+        amp(loss)
+
+    drop.__code__ = drop.__code__.replace(co_linetable=b"")
+    drop()
 
 
 def test_a_training_step_that_enable_amp_is_given(monkeypatch):

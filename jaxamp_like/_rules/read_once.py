@@ -6,17 +6,22 @@ split over devices, each of these reads has to fetch what the device does not ha
 XLA does not see that all of them fetch the same. If only the `in_shardings` of a `jit`
 around `amp` place the parameter, tracing can't know. The lowering does know that it
 compiles for several devices: it then merges the reads, as if the program had read once.
-On one device it changes nothing."""
+On one device it changes nothing.
+
+The lowering gets to know the input by an equation without results, and by another, that
+hands a cotangent on, that the input has been read. Both have the same tag. Were the
+input an operand of the second, the cotangent would seem to depend on it: JAX could not
+transpose a program that is linear in the input, as the gradient of a quadratic is."""
 
 from typing import Any
 
 from .._jax import (
     Zero,
     has_backward_pass,
-    is_linear_operand,
     is_tracer,
     merging_reads,
     new_identity,
+    new_note,
 )
 
 
@@ -24,35 +29,32 @@ def read_once(x: Any) -> Any:
     """An input whose reads are merged where a program is lowered for several devices.
 
     Only a backward pass reads it again, so a program without one has no such mark."""
-    return _READ.bind(x) if is_tracer(x) and has_backward_pass(x) else x
+    if not is_tracer(x) or not has_backward_pass(x):
+        return x
+    tag = object()
+    _INPUT.bind(x, tag=tag)
+    return _READ.bind(x, tag=tag)
 
 
-def _jvp(primals: Any, tangents: Any) -> Any:
+def _jvp(primals: Any, tangents: Any, *, tag: object) -> Any:
     (x,), (tangent,) = primals, tangents
-    return x, _beside(tangent, x)
+    return x, _cotangent(tangent, tag)
 
 
-def _cotangent_jvp(primals: Any, tangents: Any) -> Any:
-    (_, x), (tangent, _) = primals, tangents
-    return _COTANGENT.bind(*primals), _beside(tangent, x)
+def _cotangent_jvp(primals: Any, tangents: Any, *, tag: object) -> Any:
+    (ct,), (tangent,) = primals, tangents
+    return _cotangent(ct, tag), _cotangent(tangent, tag)
 
 
-def _beside(tangent: Any, x: Any) -> Any:
-    """A tangent or a cotangent of an input, beside that input."""
-    return tangent if isinstance(tangent, Zero) else _COTANGENT.bind(tangent, x)
+def _cotangent(ct: Any, tag: object) -> Any:
+    return ct if isinstance(ct, Zero) else _COTANGENT.bind(ct, tag=tag)
 
 
-def _cotangent_transpose(ct: Any, tangent: Any, x: Any) -> list[Any]:
-    """The input itself may be linear; then it has no value to stand beside."""
-    out = ct if is_linear_operand(x) else _beside(ct, x)
-    return [out if is_linear_operand(tangent) else None, None]
-
-
-_READ = new_identity("amp_read", jvp=_jvp, transpose=lambda ct, x: [ct])
-
-# A cotangent of an input comes after all that reads the input, so that its lowering
-# finds these reads. Beside it stands the input itself.
+_INPUT = new_note("amp_input")
+_READ = new_identity("amp_read", jvp=_jvp, transpose=lambda ct, x, tag: [ct])
 _COTANGENT = new_identity(
-    "amp_read_cotangent", jvp=_cotangent_jvp, transpose=_cotangent_transpose
+    "amp_read_cotangent",
+    jvp=_cotangent_jvp,
+    transpose=lambda ct, x, tag: [_cotangent(ct, tag)],
 )
-merging_reads(_COTANGENT)
+merging_reads(_INPUT, _COTANGENT)

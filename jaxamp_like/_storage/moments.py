@@ -100,9 +100,10 @@ def _is_exact(x: Any) -> bool:
 def _is_no_moment(path: Any) -> bool:
     """Whether a leaf holds settings, or a sum of gradients that is not complete.
 
-    So Optax names them in `inject_hyperparams`, `MultiSteps` and `apply_every`."""
-    names = {getattr(key, "name", getattr(key, "key", None)) for key in path}
-    return bool(names & {"hyperparams", "acc_grads", "grad_acc"})
+    So Optax names the fields that hold them in the states of `inject_hyperparams`,
+    `MultiSteps` and `apply_every`. Keys of parameters say nothing."""
+    fields = {getattr(key, "name", None) for key in path}
+    return bool(fields & {"hyperparams", "acc_grads", "grad_acc"})
 
 
 def _origins(init: Callable[[Any], Any], params: Any) -> Iterator[tuple[bool, bool]]:

@@ -58,9 +58,9 @@ def _name(op: Any, argument: str) -> str:
             "for it; the ops inside are looked up one by one."
         )
     if isinstance(op, str) and name not in CLASSES:
-        question = did_you_mean(name, CLASSES)
         hint = instead_of_function_name(name) or (
-            f"{question} A primitive of your own is given as an object, not by its name."
+            f"{did_you_mean(name, CLASSES)} A primitive of your own is given as an "
+            "object, not by its name."
         )
         raise AmpError(
             f"No primitive is called {name!r}, which `{argument}` holds. {hint.strip()}"
