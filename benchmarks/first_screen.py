@@ -3,7 +3,8 @@
     python -m benchmarks.first_screen
 
 Nothing is measured: the figures are those of `results/front-bfloat16.json`, which
-`benchmarks.front` wrote. The tables of README and of docs/comparison.md are printed,
+`benchmarks.front` wrote, and times on a GPU those of `results/steps-gpu.json`, which
+`benchmarks.steps` wrote. The tables of README and of docs/comparison.md are printed,
 and a test compares them with these pages. The picture is drawn twice, for light pages
 and dark ones, with letters that can be read where it is 360 pixels wide, as on a
 phone."""
@@ -20,6 +21,7 @@ from .front import Figures, Rows, over
 
 ROOT = Path(__file__).parents[1]
 RECORD = ROOT / "benchmarks" / "results" / "front-bfloat16.json"
+MEASURED = ROOT / "benchmarks" / "results" / "steps-gpu.json"
 PICTURES = {
     "light": ROOT / "docs" / "images" / "first_screen.png",
     "dark": ROOT / "docs" / "images" / "first_screen_dark.png",
@@ -120,6 +122,19 @@ def table(results: dict[str, Rows]) -> str:
     return "\n".join(lines)
 
 
+def measured(name: str) -> str:
+    """The times of a step on a GPU, of each model that was run there, over float32's.
+
+    `name` is that of a contender of `benchmarks.steps`."""
+    workloads = json.loads(MEASURED.read_text())["workloads"].values()
+    all_seconds = (
+        {way: one["seconds"] for way, one in workload["figures"].items()}
+        for workload in workloads
+    )
+    ratios = (seconds[name] / seconds["float32"] for seconds in all_seconds)
+    return ", ".join(f"{ratio:.2f}" for ratio in ratios)
+
+
 def short_table(results: dict[str, Rows]) -> str:
     """What README shows of the means, as Markdown: first those over all models, and
     then those over the models that were also written by hand with `jax.checkpoint`."""
@@ -128,20 +143,23 @@ def short_table(results: dict[str, Rows]) -> str:
     lines = [
         "| geometric means over four models, in bfloat16 "
         "| activations kept (float32: 1) "
-        "| estimated step time (float32: 1) | gradient error (rounded products: 1) |",
-        "|---|---|---|---|",
+        "| gradient error (rounded products: 1) | estimated step time (float32: 1) "
+        "| measured: GPT, ViT |",
+        "|---|---|---|---|---|",
     ]
     shown = (
-        (results, OURS, ""),
-        (results, "jmp", ""),
-        (same, OURS, note),
-        (same, "hand lean", note),
+        (results, OURS, "", "amp"),
+        (results, "jmp", "", "jmp"),
+        (same, OURS, note, "amp"),
+        (same, "hand lean", note, "lean"),
     )
-    for part, name, models in shown:
-        figures = ("saved_bytes", "step_seconds")
-        cells = [mean(part, name, figure, "float32") for figure in figures]
-        cells += [mean(part, name, "error", "contractions")]
-        row = " | ".join(f"{cell:.2f}" for cell in cells)
+    for part, name, models, way in shown:
+        cells = (
+            mean(part, name, "saved_bytes", "float32"),
+            mean(part, name, "error", "contractions"),
+            mean(part, name, "step_seconds", "float32"),
+        )
+        row = " | ".join((*(f"{cell:.2f}" for cell in cells), measured(way)))
         lines += [f"| {SHOWN[name][0]}{models} | {row} |"]
     return "\n".join(lines)
 
