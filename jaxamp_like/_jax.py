@@ -408,6 +408,11 @@ def trace(fn: Callable[..., Any], avals: Sequence[Any]) -> Jaxpr:
     return jax.make_jaxpr(fn)(*avals)
 
 
+def result_aval(fn: Callable[..., Any], avals: Sequence[Any]) -> Any:
+    """The aval of the one result of `fn`, which takes operands of some avals."""
+    return raw(trace(fn, avals)).outvars[0].aval
+
+
 def variables_read(jaxpr: Jaxpr) -> set[Any]:
     """The variables that the results of a program, or its effects, depend on."""
     inner = raw(jaxpr)

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from .._dtypes import DType, bits, cast
-from .._jax import new_primitive, raw, trace
+from .._jax import new_primitive, result_aval
 from .._rules.constant import no_derivative, no_series
 from .._within import within
 from .blocks import restored_rows, to_rows
@@ -133,7 +133,7 @@ def _times(made: Any, scales: Sequence[Any]) -> Any:
 
 
 def _aval(*avals: Any, **params: Any) -> Any:
-    return raw(trace(lambda *xs: _run(*xs, **params), avals)).outvars[0].aval
+    return result_aval(lambda *xs: _run(*xs, **params), avals)
 
 
 def _batch(args: Any, dims: Any, **params: Any) -> Any:

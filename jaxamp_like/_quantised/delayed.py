@@ -12,7 +12,7 @@ from jax import lax
 
 from .._dtypes import DType, cast
 from .._errors import AmpError, without_derivative
-from .._jax import empty_aval, new_primitive, raw, trace, varying_in
+from .._jax import empty_aval, new_primitive, result_aval, varying_in
 from .._rules.bilinear import Bilinear, as_it_is
 from .._rules.constant import no_series
 from .scaled import (
@@ -169,7 +169,7 @@ def _without_state(*_: Any, **__: Any) -> NoReturn:
 def _aval(x: Any, other: Any, *, of: ScaleRequest) -> Any:
     del other, of
     if varying_in(x):  # a scale that is measured here is one device's own
-        return raw(trace(largest_of, [x])).outvars[0].aval
+        return result_aval(largest_of, [x])
     return empty_aval((), jnp.dtype("float32"))
 
 

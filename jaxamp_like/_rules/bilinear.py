@@ -19,7 +19,7 @@ from .._jax import (
     bind_flat,
     consts,
     evaluate,
-    raw,
+    result_aval,
     subjaxprs,
     trace,
 )
@@ -87,7 +87,7 @@ def transposed(fn: Bilinear, avals: Sequence[Any], hook: Hook) -> Bilinear:
 
     @functools.cache
     def traced() -> Any:
-        result = raw(trace(made, avals)).outvars[0].aval
+        result = result_aval(made, avals)
         return trace(transpose, [result, *others])
 
     def evaluated(ct: Any, other: Any, hook: Hook, *rest: Any) -> Any:

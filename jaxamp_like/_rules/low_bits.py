@@ -17,7 +17,7 @@ from jax import lax
 
 from .._dtypes import DType, bits
 from .._errors import AmpError
-from .._jax import Zero, new_primitive, raw, recomputed_as, trace
+from .._jax import Zero, new_primitive, recomputed_as, result_aval
 from .._suggestions import did_you_mean
 from .._tiles import largest_in_tiles, over_tiles, shard_shape
 from .constant import no_derivative, tied_zeros
@@ -220,7 +220,7 @@ def _spread(scales: Any, x: Any, how: LowBits) -> Any:
 
 
 def _scales_aval(x: Any, *, how: LowBits) -> Any:
-    return raw(trace(partial(_scales, how=how), [x])).outvars[0].aval
+    return result_aval(partial(_scales, how=how), [x])
 
 
 def _scales_jvp(primals: Any, tangents: Any, *, how: LowBits) -> Any:

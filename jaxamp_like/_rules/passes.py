@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from .._dtypes import DType, bits, cast, lowered
-from .._jax import SymbolicZero, Zero, is_linear_operand, new_primitive, raw, trace
+from .._jax import SymbolicZero, Zero, is_linear_operand, new_primitive, result_aval
 from .base import Site
 from .bilinear import (
     Bilinear,
@@ -236,7 +236,7 @@ def _run(*operands: Any, made: Pass, out: DType) -> Any:
 
 def _aval(*avals: Any, made: Pass, out: DType) -> Any:
     run = functools.partial(_run, made=made, out=out)
-    return raw(trace(run, avals)).outvars[0].aval
+    return result_aval(run, avals)
 
 
 def _jvp(primals: Any, tangents: Any, *, made: Pass, out: DType) -> Any:
