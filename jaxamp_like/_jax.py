@@ -563,11 +563,23 @@ def new_note(name: str) -> Primitive:
     ad.primitive_jvps[primitive] = again
     ad.primitive_transposes[primitive] = lambda cts, x, **_: [None]
     batching.primitive_batchers[primitive] = again
+    partial_eval.partial_eval_jaxpr_custom_rules[primitive] = _run_once
     # What it is given beside the equation depends on the version of JAX.
     partial_eval.dce_rules[primitive] = lambda *given: ([True], given[-1])
     mlir.register_lowering(primitive, lambda ctx, x, **_: [])
     _SERIES[primitive] = lambda x, **_: []
     return primitive
+
+
+def _run_once(
+    saveable: Any, unknown: list[bool], instantiated: list[bool], eqn: Eqn
+) -> Any:
+    """Has a `jax.checkpoint` not run a note again, for which it would keep a value."""
+    del saveable
+    if not any(unknown):
+        return eqn, None, [], [], []
+    pairs = zip(eqn.invars, instantiated, strict=True)
+    return None, eqn, [], [], variables([v for v, is_there in pairs if not is_there])
 
 
 def merging_reads(note: Primitive, cotangent: Primitive) -> None:

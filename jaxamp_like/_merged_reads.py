@@ -34,14 +34,14 @@ class Reads:
     """The reads of some values in a program that is being lowered."""
 
     def __init__(self) -> None:
-        self._values: defaultdict[Hashable, list[Any]] = defaultdict(list)
+        self._values: defaultdict[Hashable, dict[Any, None]] = defaultdict(dict)
         self._firsts: dict[Hashable, Any] = {}  # of equal reads in one block
         self._merged: set[Any] = set()
         self._keys: dict[Any, Hashable] = {}
 
     def note(self, tag: Hashable, value: Any) -> None:
         """Notes a value of MLIR, whose reads are to be merged, by a tag."""
-        self._values[tag].append(value)
+        self._values[tag][value] = None  # once, however often its function is inlined
 
     def merge(self, tag: Hashable) -> None:
         """Lets equal reads, also behind barriers, share the first one's result."""

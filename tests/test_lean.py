@@ -627,3 +627,14 @@ def test_a_gradient_is_exported_for_sizes_that_are_not_known(axis):
         np.testing.assert_allclose(
             exported.call(w, x), exact, atol=0.05 * abs(exact).max()
         )
+
+
+def test_a_chain_of_views_longer_than_pythons_stack():
+    def fn(w, x):
+        for _ in range(1100):
+            w = w[1:]
+        return jnp.sum(jnp.tanh(x @ w))
+
+    program = jax.make_jaxpr(amp(fn, compute_dtype="bfloat16"))
+    args = jnp.ones((1108, 8)), jnp.ones((4, 8))
+    assert measure.low_share(program(*args)) == 1

@@ -437,6 +437,43 @@ def test_reads_are_merged_once_for_each_input(monkeypatch):
     assert 1 <= len(merged) <= 2
 
 
+@needs_order
+def test_a_value_of_a_gradient_that_is_inlined_is_noted_once(monkeypatch):
+    noted = []
+    note = jaxamp_like._jax.Reads.note
+
+    def noting(reads, tag, value):
+        note(reads, tag, value)
+        noted.append(len(reads._values[tag]))
+
+    monkeypatch.setattr(jaxamp_like._jax.Reads, "note", noting)
+    gradient = jax.jit(jax.grad(amp(product, compute_dtype="bfloat16")), inline=True)
+    mesh = make_mesh()
+    split = NamedSharding(mesh, P("data")), NamedSharding(mesh, P())
+
+    def step(w, x):
+        return sum(gradient(w, part) for part in jnp.split(x, 4))
+
+    jax.jit(step, in_shardings=split).lower(normal(0, DIM, HIDDEN), normal(1, N, DIM))
+    assert noted and {*noted} == {1}
+
+
+def test_a_checkpoint_keeps_nothing_for_what_is_noted():
+    w, x = normal(0, DIM, HIDDEN), normal(1, N, DIM)
+
+    def kept(once):
+        mixed = amp(product, compute_dtype="bfloat16", gather_once=once)
+
+        @partial(jax.checkpoint, policy=jax.checkpoint_policies.dots_saveable)
+        def block(w, x):
+            inner = jax.jit(jax.grad(mixed, argnums=1))(w, jnp.tanh(x @ w @ w.T))
+            return jnp.sum(jnp.sin(x) * jnp.sign(inner))
+
+        return [r.aval.shape for r in jax.tree.leaves(jax.vjp(block, w, x)[1])]
+
+    assert sorted(kept(None)) == sorted(kept(False))
+
+
 @pytest.mark.parametrize("transform", ("grad", "hessian", "vmap", "jvp"))
 def test_merged_reads_change_no_number(transform):
     def fn(w, x):

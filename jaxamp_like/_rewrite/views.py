@@ -34,22 +34,22 @@ class Views:
 
         Views that are not to be followed count as inputs."""
         roots: dict[Any, None] = {}
-        chain: dict[Step, None] = {}
-
-        def visit(atom):
-            if isinstance(atom, Literal):
-                return
-            view = self.makers.get(atom)
-            if view is None or not follow(view):
-                roots[atom] = None
-            elif view not in chain:
-                for operand in view.eqn.invars:
-                    visit(operand)
-                chain[view] = None
-
-        for atom in atoms:
-            visit(atom)
-        return list(roots), list(chain)
+        found: set[Step] = set()
+        chain: list[Step] = []
+        # A view comes after its operands. Chains may be longer than Python's stack.
+        todo: list[Any] = [*reversed(atoms)]
+        while todo:
+            atom = todo.pop()
+            if isinstance(atom, Step):
+                chain.append(atom)
+            elif not isinstance(atom, Literal):
+                view = self.makers.get(atom)
+                if view is None or not follow(view):
+                    roots[atom] = None
+                elif view not in found:
+                    found.add(view)
+                    todo += view, *reversed(view.eqn.invars)
+        return list(roots), chain
 
 
 def rebind_view(view: Step, operands: list[Any]) -> list[Any]:
