@@ -572,7 +572,7 @@ def new_note(name: str) -> Primitive:
 
 
 def _run_once(
-    saveable: Any, unknown: list[bool], instantiated: list[bool], eqn: Eqn
+    saveable: Any, unknown: Sequence[bool], instantiated: Sequence[bool], eqn: Eqn
 ) -> Any:
     """Has a `jax.checkpoint` not run a note again, for which it would keep a value."""
     del saveable
