@@ -37,6 +37,15 @@ def test_the_picture_is_up_to_date():
     assert layout.picture_in_guide() == layout.mermaid(), "run `python -m tests.layout`"
 
 
+def test_the_guide_names_every_module_and_package():
+    folder = Path(jaxamp_like.__file__).parent
+    guide, _, _ = layout.GUIDE.read_text().partition("```mermaid")
+    names = {path.name for path in folder.glob("*.py")}
+    names |= {f"{path.name}/" for path in folder.iterdir() if path.is_dir()}
+    missing = {n for n in names if n not in guide and not n.startswith("__")}
+    assert not missing, f"CONTRIBUTING.md does not say what {missing} are"
+
+
 def test_every_package_says_what_lives_in_it():
     packages = {n: f for n, f in layout.modules().items() if f.name == "__init__.py"}
     for name, file in packages.items():
