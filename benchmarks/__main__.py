@@ -341,6 +341,14 @@ JOBS = {
         ("docs/low_bit_state.md", FIGURES),
         more=("curves_low_bits.png",),
     ),
+    "curves_optimizers": Job(
+        "curves_optimizers",
+        "",
+        "--steps 20 --seeds 1 --optimizers Lion",
+        "curves_optimizers.json",
+        ("docs/low_bit_state.md", FIGURES),
+        more=("curves_optimizers.png",),
+    ),
     "curves_gan": Job(
         "curves_low_bits",
         "--steps 2000 --seeds 32 --tasks GAN --name curves_gan",

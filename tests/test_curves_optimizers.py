@@ -2,9 +2,11 @@
 
 import json
 
+import numpy as np
 import pytest
 
 from benchmarks import curves, curves_low_bits, curves_optimizers
+from benchmarks.seeds import Trained
 
 from .test_curves_quantised import run
 
@@ -19,6 +21,12 @@ def test_what_is_missed(int8, int4, missed):
     }
     results = {"Adam": {task.name: by_way for task in curves_low_bits.MODELS}}
     assert len(list(curves_optimizers.misses(results))) == missed
+
+
+@pytest.mark.parametrize("final", (2.0, np.nan, np.inf))
+def test_what_diverges_in_float32_is_not_compared(final):
+    by_way = {curves_optimizers.PLAIN: Trained(run(final), 12.0)}
+    assert curves_optimizers.diverges({"GAN": by_way}) == (not np.isfinite(final))
 
 
 def test_a_record_of_other_settings_is_no_part_of_another(tmp_path):
