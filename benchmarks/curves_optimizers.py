@@ -167,9 +167,7 @@ def main(argv: list[str] | None = None) -> int:
         if all(_key(name, t.name, way) in trained for t in MODELS for way in STORED)
     }
     for name in [name for name, by_task in whole.items() if diverges(by_task)]:
-        console.print(
-            f"FAILED {name}: in float32, too: a smaller `peak_rate` is needed"
-        )
+        console.print(f"FAILED {name}: it diverges in float32; lower its `peak_rate`")
         del whole[name]
     new = {
         name: {

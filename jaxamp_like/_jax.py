@@ -10,8 +10,6 @@ the documented API, and why:
 - the parameters of structural primitives, where their names changed between versions;
 - the class names of references and of symbolic zeros, where they moved, and of the
   tracer of `jet`, which has no public name;
-- the flag `jax_use_direct_linearize`, which is on or gone since JAX 0.7: a gradient is
-  then told from a tangent by the class of its trace;
 - the traces of tracers (`_trace`, `parent_trace`, `tag`, and of what they trace `val`,
   `batch_dim` and `primal`; the class names `BatchTrace` and `DynamicJaxprTrace`): which
   values a `vmap` around maps. The class names `JVPTrace` and `LinearizeTrace`: whether
@@ -36,8 +34,11 @@ the documented API, and why:
   `jet` calls functions with a derivative rule, which `amp` makes: `jet` leaves its own
   trace there (so that `jet` of `jax.nn.relu` fails in all these versions), and
   `set_current_trace` enters it again;
-- the `axis_context` of a lowering, which says for how many devices it compiles, and
-  that a lowering rule is not `cacheable`;
+- the `axis_context` of a lowering, which says for how many devices it compiles, that a
+  lowering rule is not `cacheable`, and `cached_primitive_lowerings`, a dict that all
+  lowering rules of a program share;
+- the rule tables of `partial_eval` by which JAX leaves equations out (`dce_rules`), and
+  by which a `jax.checkpoint` runs them again (`partial_eval_jaxpr_custom_rules`);
 - the set `prim_requires_devices_during_lowering`: `jax.nn.scaled_matmul` partitions
   itself, and needs the devices of a program when it is lowered, which JAX does not
   notice within the lowering of another primitive;
@@ -550,7 +551,8 @@ def new_identity(name: str, **rules: Any) -> Primitive:
 def new_note(name: str) -> Primitive:
     """A primitive without results, which stays in the program all the same.
 
-    What reads the program learns by it of the operand, and of its parameters."""
+    It tells of its operand, and its parameters, to what reads the program. It has no
+    lowering yet: that is where it is read."""
 
     def again(args: Any, others: Any, **params: Any) -> tuple[list[Any], list[Any]]:
         primitive.bind(*args, **params)
@@ -566,7 +568,6 @@ def new_note(name: str) -> Primitive:
     partial_eval.partial_eval_jaxpr_custom_rules[primitive] = _run_once
     # What it is given beside the equation depends on the version of JAX.
     partial_eval.dce_rules[primitive] = lambda *given: ([True], given[-1])
-    mlir.register_lowering(primitive, lambda ctx, x, **_: [])
     _SERIES[primitive] = lambda x, **_: []
     return primitive
 
@@ -585,10 +586,10 @@ def _run_once(
 def merging_reads(note: Primitive, cotangent: Primitive) -> None:
     """Has a program that is lowered for several devices merge the reads of a value.
 
-    What `note` is given is known by its parameter `tag`, and merged where the identity
-    `cotangent` has the same. JAX lowers most equations once for all that are alike, in
-    a function of their own, where other readers of a value don't show: these are
-    lowered where they stand."""
+    An equation of `note` says whose reads these are, and one of `cotangent`, which is
+    an identity and has the same `tag`, that all of them are there. JAX lowers most
+    equations once for all that are alike, in a function of their own, where other
+    readers of a value don't show: these are lowered where they stand."""
 
     def noting(ctx: Any, x: Any, *, tag: Any) -> list[Any]:
         if (reads := _reads_of(ctx)) is not None:
@@ -607,14 +608,14 @@ def merging_reads(note: Primitive, cotangent: Primitive) -> None:
 
 
 def _reads_of(ctx: Any) -> Reads | None:
-    """What is known of reads in a program that is lowered for several devices.
-
-    JAX has a dict by which lowering rules share with each other (checked on JAX 0.6.2,
-    0.10.2 and 0.12.0)."""
+    """The reads in a program, if it is lowered for several devices."""
     context = ctx.module_context
     if not CAN_MERGE or (getattr(context.axis_context, "num_devices", None) or 1) == 1:
         return None
-    return context.cached_primitive_lowerings.setdefault(Reads, Reads())
+    shared = context.cached_primitive_lowerings
+    if Reads not in shared:
+        shared[Reads] = Reads()
+    return shared[Reads]
 
 
 def recomputed_as(

@@ -26,12 +26,14 @@ _INDICES = _READS | frozenset(
 _BARRIER = "stablehlo.optimization_barrier"
 _DEPTH = 8  # operations between two indices and what both are made of
 
-
+# Whether MLIR tells which of two operations comes first.
 CAN_MERGE = hasattr(ir.Operation, "is_before_in_block")
 
 
 class Reads:
-    """The reads of some values in a program that is being lowered."""
+    """The reads of some values in a program that is being lowered.
+
+    Each equal read is looked at once, in however many steps the program is lowered."""
 
     def __init__(self) -> None:
         self._values: defaultdict[Hashable, dict[Any, None]] = defaultdict(dict)

@@ -8,10 +8,12 @@ around `amp` place the parameter, tracing can't know. The lowering does know tha
 compiles for several devices: it then merges the reads, as if the program had read once.
 On one device it changes nothing.
 
-The lowering gets to know the input by an equation without results, and by another, that
-hands a cotangent on, that the input has been read. Both have the same tag. Were the
-input an operand of the second, the cotangent would seem to depend on it: JAX could not
-transpose a program that is linear in the input, as the gradient of a quadratic is."""
+Two equations with the same tag tell this to the lowering. The first one, which has no
+results, says which value is the input. The second one hands on the cotangent of the
+input, and so says that the input has been read. The input itself is no operand of the
+second one, or JAX would take the cotangent for a function of the input. It could then
+not transpose a program that is linear in the input, such as the gradient of a linear
+function times that input."""
 
 from typing import Any
 
