@@ -183,6 +183,24 @@ def test_as_much_is_kept_and_cast(program, flagged):
 
 
 @needs_whole_flags
+def test_a_rule_that_runs_its_function_reads_no_more_of_it():
+    """The rule of `relu` reads the sign alone, so `relu` takes what is cast down."""
+
+    def affine(x, w):
+        return jax.nn.relu((x @ w) * w.sum(0)) @ w
+
+    def operands() -> list[str]:
+        jaxpr = jax.make_jaxpr(amp(affine, compute_dtype="bfloat16"))(*arrays("x", "w"))
+        rules = [e for e, _ in walk(to_classic(jaxpr)) if "call_jaxpr" in e.params]
+        return [str(v.aval.dtype) for v in rules[-1].invars]
+
+    with flags():
+        assert operands() == ["bfloat16"]
+    with flags("jax_custom_jvp3"):
+        assert operands() == ["bfloat16"]
+
+
+@needs_whole_flags
 def test_the_authors_hi_primitives_are_hi_primitives_again():
     """JAX's transforms find in a rewritten program what they know."""
     x, w = arrays("x", "w")

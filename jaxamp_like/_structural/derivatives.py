@@ -31,6 +31,7 @@ from .._jax import (
     rebind,
     references_used,
     tangent_aval,
+    to_classic,
     trace,
     typeof,
     without_scopes,
@@ -90,9 +91,11 @@ def derivative_of(eqn: Eqn) -> Jaxpr | None:
 
 
 def trace_rule(rule: Callable[..., Any], avals: Sequence[Any]) -> Jaxpr:
-    """A rule as a program, traced without `jax_default_matmul_precision`."""
+    """A rule as a program of classic equations.
+
+    It is traced without `jax_default_matmul_precision`."""
     with hiding_frames, without_setting():
-        return trace(rule, avals)
+        return to_classic(trace(rule, avals))
 
 
 def _traced(rule: Callable[..., Any], avals: Sequence[Any]) -> Jaxpr | None:
