@@ -45,7 +45,7 @@ from ._jax import (
     is_differentiated,
     merged,
     raw,
-    register_jet_and_sparsify_rules,
+    register_rules_of_transforms,
     trace,
 )
 from ._parameters import (
@@ -426,7 +426,7 @@ def _rewritten(
     """`fn`, rewritten when it is called; `given` is how the user knows it."""
 
     def rewritten(*args, **kwargs):
-        register_jet_and_sparsify_rules()
+        register_rules_of_transforms()
         in_force = planner_in_force(planner)
         leaves, tree = jax.tree.flatten((args, kwargs))
         dynamic = [is_array(x) for x in leaves]

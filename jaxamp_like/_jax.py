@@ -30,6 +30,8 @@ the documented API, and why:
   what JAX differentiates, where those of the new kind can't be transposed;
 - `jaxpr_as_fun` and `zeros_like_aval` (not documented): zeros that vary over the mesh
   axes that an aval names;
+- the rule table of `checkify` (`error_checks`), its `Error` and `checkify_jaxpr`: its
+  own rule for `jax.checkpoint` fails for checks of indices in all these versions;
 - the rule tables of `jet` and `sparsify`, which lack one for `jax.checkpoint`, and how
   `jet` calls functions with a derivative rule, which `amp` makes: `jet` leaves its own
   trace there (so that `jet` of `jax.nn.relu` fails in all these versions), and
@@ -849,12 +851,19 @@ def _grouping_primitives() -> tuple[Primitive, ...]:
     return (first,) if second is None else (first, second)
 
 
-def register_jet_and_sparsify_rules() -> None:
-    """Gives `jet` and `sparsify` rules for what `amp` makes, if they are in use.
+def register_rules_of_transforms() -> None:
+    """Gives `jet`, `sparsify` and `checkify` rules for what `amp` makes, if in use.
 
-    `amp` makes checkpoints where its user made none. For these two they mean nothing:
-    what is inside is gone through as if it stood there; in `jet` the same holds of
-    functions with a derivative rule. Roundings are linear to `jet`, as to `jvp`."""
+    `amp` makes checkpoints where its user made none. For `jet` and `sparsify` they mean
+    nothing: what is inside is gone through as if it stood there; in `jet` the same
+    holds of functions with a derivative rule. Roundings are linear to `jet`, as to
+    `jvp`. The rule that `checkify` has for checkpoints fails if its checks hold a
+    constant, as those of a lookup do."""
+    if "jax.experimental.checkify" in sys.modules:
+        from jax._src.checkify import error_checks
+
+        (primitive, *_) = _grouping_primitives()
+        error_checks[primitive] = _checked_checkpoint
     jet = sys.modules.get("jax.experimental.jet")
     if jet is not None:
         if reduce_precision_p not in jet.jet_rules:
@@ -890,6 +899,31 @@ def _jet_of_custom_jvp(
     del primitive, jvp  # Taylor series are those of the function, as in JAX
     with set_current_trace(self):
         return fun.call_wrapped(*tracers)
+
+
+def _checked_checkpoint(*args: Any, jaxpr: Jaxpr, **params: Any) -> Any:
+    from jax._src.checkify import Error, checkify_jaxpr
+
+    # Since JAX 0.12 a context comes first.
+    at = next(i for i, x in enumerate(args) if isinstance(x, Error))
+    context, (error, enabled, *values) = args[:at], args[at:]
+    leaves, tree = jax.tree.flatten(error)
+    result = []
+
+    def run(*xs: Any) -> list[Any]:
+        error = jax.tree.unflatten(tree, xs[: len(leaves)])
+        checked = checkify_jaxpr(
+            *context, closed(jaxpr, ()), enabled, error, *xs[len(leaves) :]
+        )
+        outs, out_tree = jax.tree.flatten(checked)
+        result.append(out_tree)
+        return outs
+
+    operands = [*leaves, *values]
+    program, constants = open_jaxpr(trace(run, list(map(jax.typeof, operands))))
+    (primitive, *_) = _grouping_primitives()
+    outs = primitive.bind(*constants, *operands, jaxpr=program, **params)
+    return jax.tree.unflatten(result[0], outs)
 
 
 def _sparse_call(env: Any, *values: Any, **params: Any) -> Any:

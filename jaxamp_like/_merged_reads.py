@@ -33,12 +33,13 @@ CAN_MERGE = hasattr(ir.Operation, "is_before_in_block")
 class Reads:
     """The reads of some values in a program that is being lowered.
 
-    Each equal read is looked at once, in however many steps the program is lowered."""
+    Each read is looked at once, in however many steps the program is lowered."""
 
     def __init__(self) -> None:
         self._values: defaultdict[Hashable, dict[Any, None]] = defaultdict(dict)
+        self._users: defaultdict[Any, set[Any]] = defaultdict(set)  # that were seen
+        self._different: defaultdict[Any, dict[Any, None]] = defaultdict(dict)
         self._firsts: dict[Hashable, Any] = {}  # of equal reads in one block
-        self._merged: set[Any] = set()
         self._keys: dict[Any, Hashable] = {}
 
     def note(self, tag: Hashable, value: Any) -> None:
@@ -47,33 +48,39 @@ class Reads:
 
     def merge(self, tag: Hashable) -> None:
         """Lets equal reads, also behind barriers, share the first one's result."""
-        for value in self._values[tag]:
-            self._merge(value)
-
-    def _merge(self, value: Any) -> None:
-        for op in [op for op in _readers(value) if op not in self._merged]:
-            key = _block(op), _key(op, self._keys)
-            first, later = self._firsts.setdefault(key, op), op
-            if first == op:
-                continue
-            if later.is_before_in_block(first):
-                first, later = later, first
-            later.results[0].replace_all_uses_with(first.results[0])
-            self._firsts[key] = first
-            self._merged.add(later)
-        for op in _readers(value):
+        todo = list(self._values[tag])
+        while todo:
+            value = todo.pop()
+            different = self._different[value]
+            for op in self._new_reads(value):
+                key = _block(op), _key(op, self._keys)
+                first, later = self._firsts.setdefault(key, op), op
+                if later.is_before_in_block(first):
+                    first, later = later, first
+                different[first] = None
+                if first != later:
+                    later.results[0].replace_all_uses_with(first.results[0])
+                    self._firsts[key] = first
+                    different.pop(later, None)
             # What is looked up in a table is no view of it.
-            if op not in self._merged and op.name != "stablehlo.gather":
-                self._merge(op.results[0])
+            todo += [op.results[0] for op in different if op.name != "stablehlo.gather"]
 
-
-def _readers(value: Any) -> Iterator[Any]:
-    for use in list(value.uses):
-        op = use.owner.operation
-        if _is_barrier(op):
-            yield from _readers(op.results[0])
-        elif op.name in _READS and use.operand_number == 0:
-            yield op
+    def _new_reads(self, value: Any) -> Iterator[Any]:
+        """The reads of a value that came after those that this has given before."""
+        values = [value]
+        while values:
+            value = values.pop()
+            seen, uses = self._users[value], []
+            for use in value.uses:
+                if use.owner.operation in seen:
+                    break  # MLIR tells the newest use first
+                uses.append((use.owner.operation, use.operand_number))
+            for op, operand in uses:
+                seen.add(op)
+                if _is_barrier(op):
+                    values.append(op.results[0])
+                elif op.name in _READS and operand == 0:
+                    yield op
 
 
 def _is_barrier(op: Any) -> bool:

@@ -629,6 +629,23 @@ def test_a_gradient_is_exported_for_sizes_that_are_not_known(axis):
         )
 
 
+def test_views_of_views_do_not_make_the_program_quadratic():
+    """Layers that are sliced off the front of what is left of one vector."""
+
+    def loss(p, x):
+        while p.size:
+            w, p = p[:64].reshape(8, 8), p[64:]
+            x = jnp.tanh(x @ w)
+        return jnp.mean(x)
+
+    def equations(layers: int) -> int:
+        args = jnp.full(64 * layers, 0.1), jnp.ones((4, 8))
+        jaxpr = jax.make_jaxpr(jax.grad(amp(loss, compute_dtype="bfloat16")))(*args)
+        return sum(1 for _ in measure.walk(jaxpr))
+
+    assert equations(80) < 2.2 * equations(40)
+
+
 def test_a_chain_of_views_longer_than_pythons_stack():
     def fn(w, x):
         for _ in range(1100):

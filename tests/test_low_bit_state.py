@@ -53,6 +53,16 @@ def bytes_of(tree: Any) -> int:
     return sum(x.nbytes for x in jax.tree.leaves(tree))
 
 
+@pytest.mark.parametrize("block", [64, 256])  # one block, and several
+@pytest.mark.parametrize("number", [-3e38, 1.2e-38, 1e20, 1e38, 3.4e38])
+@pytest.mark.parametrize("format", ["int8", "int4", "float8"])
+def test_the_largest_and_the_smallest_normal_numbers(format, number, block):
+    """XLA divides all numbers by one scale by multiplying with its inverse."""
+    x = jnp.full((16, 16), number).at[0, 0].multiply(0.99)
+    low = jax.jit(lambda x: stored(x, format, block))(x)
+    np.testing.assert_allclose(low.decoded(), x, rtol=0.02 if format == "int8" else 0.1)
+
+
 # ------------------------------------------------------------------- codes, in NumPy
 
 

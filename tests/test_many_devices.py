@@ -17,6 +17,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import jaxamp_like._jax
+import jaxamp_like._merged_reads
 from benchmarks.measure import low_share, saved
 from jaxamp_like import AmpWarning, Policy, amp, default_amp_policy
 from jaxamp_like._jax import CAN_MERGE, raw, subjaxprs
@@ -435,6 +436,44 @@ def test_reads_are_merged_once_for_each_input(monkeypatch):
     mixed = jax.grad(amp(fn, compute_dtype="bfloat16"), argnums=(0, 1))
     jax.jit(mixed, in_shardings=split).lower(*args)
     assert 1 <= len(merged) <= 2
+
+
+def rows_and_rows() -> tuple[NamedSharding, ...]:
+    return (NamedSharding(make_mesh(), P("data")),) * 2
+
+
+@needs_order
+def test_each_read_is_looked_at_once_however_many_pullbacks(monkeypatch):
+    keys = []
+    key = jaxamp_like._merged_reads._key
+    monkeypatch.setattr(
+        jaxamp_like._merged_reads, "_key", lambda *args: keys.append(0) or key(*args)
+    )
+    args = normal(0, DIM, DIM), normal(1, N, DIM)
+
+    def looked_at(count: int) -> int:
+        def fn(w, x):
+            loss = amp(lambda w, x: jnp.mean(jnp.tanh(x @ w)), compute_dtype="bfloat16")
+            back = jax.vjp(loss, w, x)[1]
+            return [back(jnp.float32(i)) for i in range(count)]
+
+        keys.clear()
+        jax.jit(fn, in_shardings=rows_and_rows()).lower(*args)
+        return len(keys)
+
+    assert 10 < looked_at(40) <= 4.2 * looked_at(10)
+
+
+@needs_order
+def test_merged_reads_behind_more_views_than_pythons_stack():
+    def fn(w, x):
+        for _ in range(1500):
+            w = w.T
+        return jnp.mean(jnp.tanh(x @ w) @ w)
+
+    gradient = jax.grad(amp(fn, compute_dtype="bfloat16"))
+    args = normal(0, DIM, DIM), normal(1, N, DIM)
+    jax.jit(gradient, in_shardings=rows_and_rows()).lower(*args)
 
 
 @needs_order

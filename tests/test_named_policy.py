@@ -8,6 +8,7 @@ import pickle
 import re
 import threading
 
+import cloudpickle
 import equinox as eqx
 import jax
 import jax.extend.core.primitives as primitives
@@ -569,6 +570,17 @@ def test_what_can_not_be_saved(policy, match):
         policy.to_dict()
     assert "_of_mine" in repr(policy) or "mine" in repr(policy)
     assert hash(policy) == hash(copy.copy(policy))
+
+
+def test_functions_made_by_amp_are_pickled_as_those_of_jit_are():
+    """Such as to be sent to another process, by what runs jobs on a cluster."""
+    mixed = amp(lambda x, w: jnp.sum(x @ w), compute_dtype="bfloat16")
+    args = jnp.ones((2, 4)), jnp.ones((4, 3))
+    for fn in (mixed, jax.jit(jax.grad(mixed))):
+        expected = fn(*args)  # what was traced is left behind
+        again = cloudpickle.loads(cloudpickle.dumps(fn))
+        np.testing.assert_array_equal(again(*args), expected)
+        assert "bf16" in str(jax.make_jaxpr(again)(*args))
 
 
 def test_functions_of_a_module_pickle():

@@ -688,6 +688,23 @@ def test_checks_still_fail():
             error.throw()
 
 
+@pytest.mark.parametrize("index, error", [(3.0, None), (8.0, "out-of-bounds")])
+def test_lookups_are_checked_in_the_checkpoints_of_amp(index, error):
+    """JAX's own rule fails for a checkpoint that holds such a check."""
+
+    def fn(w, i):
+        return jnp.mean(w[i.astype(int)] @ w)
+
+    args = jnp.eye(8), jnp.full(4, index)
+    for wrap in (amp, lambda fn: jax.checkpoint(amp(fn))):
+        gradient = jax.grad(wrap(fn))
+        checked = checkify.checkify(gradient, errors=checkify.all_checks)
+        found, grads = jax.jit(checked)(*args)
+        assert (found.get() is None) if error is None else (error in found.get())
+        if error is None:
+            np.testing.assert_array_equal(grads, gradient(*args))
+
+
 def test_mutated_references_outside_of_the_function():
     """A reference keeps its dtype, and what is stored in it is seen after the call."""
 

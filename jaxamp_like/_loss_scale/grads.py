@@ -92,7 +92,8 @@ def dynamic_scale_tx(
         redo_on_nan: how many times a step with non-finite gradients is repeated with a
             smaller scale. If none of them helps, the last results are returned and the
             scale falls by one step only. The gradient code is compiled once; callbacks,
-            ordered ones too, are called at every attempt.
+            ordered ones too, are called at every attempt. With 0, what is made can be
+            differentiated again; a repetition is a loop, and JAX has no gradient of it.
         axis_name: axes of `jax.shard_map` or `jax.pmap` over which all devices take,
             repeat or skip a step together. Where `shard_map` keeps track of what varies
             (`check_vma=True`), the axes need not be named. Under plain `jax.jit`

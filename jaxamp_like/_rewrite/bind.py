@@ -493,22 +493,29 @@ class Binder:
 
         So a table is cast once, and not in every shape that it is read in. An input
         whose cast was made before a loop is not cast again."""
-        if author_dtype(atom.aval) is None:
-            return self.read(atom, None)
-        if isinstance(atom, Literal):
-            return self.read(atom, dtype)
-        if (atom, dtype) in self.hoisted_casts:
-            return self.hoisted_casts[atom, dtype]
-        if (atom, dtype) not in self.casts:
-            view = self.views.makers.get(atom)
-            if view is None:
-                self.casts[atom, dtype] = cast(self.env[atom], dtype)
-            else:
-                operands = [self._cast_through_views(x, dtype) for x in view.eqn.invars]
-                lows = rebind_view(view, operands)
-                for v, x in zip(view.eqn.outvars, lows, strict=True):
-                    self.casts[v, dtype] = cast(x, dtype)
-        return self.casts[atom, dtype]
+
+        def is_to_be_cast(x: Any) -> bool:
+            is_known = (x, dtype) in self.hoisted_casts or (x, dtype) in self.casts
+            return author_dtype(x.aval) is not None and not is_known
+
+        def in_low(x: Any) -> Any:
+            if isinstance(x, Literal):
+                return self.read(x, dtype)
+            if author_dtype(x.aval) is None:
+                return self.read(x, None)
+            hoisted = self.hoisted_casts.get((x, dtype))
+            return self.casts[x, dtype] if hoisted is None else hoisted
+
+        roots, chain = self.views.inputs_of(
+            [atom], lambda view: all(map(is_to_be_cast, view.eqn.outvars))
+        )
+        for root in filter(is_to_be_cast, roots):
+            self.casts[root, dtype] = cast(self.env[root], dtype)
+        for view in chain:
+            lows = rebind_view(view, list(map(in_low, view.eqn.invars)))
+            for v, low in zip(view.eqn.outvars, lows, strict=True):
+                self.casts[v, dtype] = cast(low, dtype)
+        return in_low(atom)
 
 
 class InnerProgram(NamedTuple):

@@ -20,6 +20,9 @@ class Memo:
 
     _known: Any = field(default_factory=WeakKeyDictionary)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), ()  # a rewritten function is pickled without its programs
+
     def of(self, program: Any) -> dict[Any, Any]:
         """The answers about one program.
 

@@ -7,9 +7,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from .._dtypes import DType
-from .._jax import Atom, Literal, bind_flat, eqn_context, without_scopes
+from .._jax import Atom, Literal, bind_flat, eqn_context, variables, without_scopes
 from .._rules import author_dtype
 from .._structural import Plan, Step
+
+# A longer chain of views is not made again for each of its readers: in a loop that
+# slices what the last iteration has left of a parameter, tracing would be quadratic.
+_MOST_VIEWS = 32
 
 
 class Views:
@@ -32,11 +36,12 @@ class Views:
     ) -> tuple[list[Any], list[Step]]:
         """The inputs that `atoms` are views of, and the steps that lead to them.
 
-        Views that are not to be followed count as inputs."""
+        Views that are not to be followed count as inputs, and so do `atoms` that are
+        many views away from one."""
         roots: dict[Any, None] = {}
         found: set[Step] = set()
         chain: list[Step] = []
-        # A view comes after its operands. Chains may be longer than Python's stack.
+        # A view comes after its operands.
         todo: list[Any] = [*reversed(atoms)]
         while todo:
             atom = todo.pop()
@@ -47,6 +52,8 @@ class Views:
                 if view is None or not follow(view):
                     roots[atom] = None
                 elif view not in found:
+                    if len(found) == _MOST_VIEWS:
+                        return list(dict.fromkeys(variables(atoms))), []
                     found.add(view)
                     todo += view, *reversed(view.eqn.invars)
         return list(roots), chain

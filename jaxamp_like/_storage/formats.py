@@ -124,8 +124,11 @@ class FloatCodes:
         return rounded_by(scaled, self.dtype, chance)
 
     def decoded(self, codes: Any, scale: Any) -> Any:
-        unit = jnp.abs(scale) * np.float32(1 / float(jnp.finfo(self.dtype).max))
-        return codes.astype(scale.dtype) * unit
+        # In this order: the scale over the largest number might not be normal.
+        share = codes.astype(scale.dtype) * np.float32(
+            1 / float(jnp.finfo(self.dtype).max)
+        )
+        return share * jnp.abs(scale)
 
 
 @dataclass(frozen=True)
@@ -146,9 +149,15 @@ class PlainCodes:
 
 
 def _over(x: Any, scale: Any) -> Any:
-    """Numbers over their scales; 0 where a scale is 0 or NaN."""
+    """Numbers over their scales; 0 where a scale is 0 or NaN.
+
+    XLA multiplies by the inverse of a scale that all numbers share, and the inverse of
+    the largest is not normal. So large numbers and scales are made smaller before."""
     scale = jnp.abs(scale)
-    return x / jnp.where(_is_positive(scale), scale, jnp.inf)
+    half = jnp.finfo(scale.dtype).maxexp // 2
+    large, unit = (np.asarray(2.0**power, scale.dtype) for power in (half, -half))
+    unit = jnp.where(scale > large, unit, jnp.ones((), scale.dtype))
+    return (x * unit) / jnp.where(_is_positive(scale), scale * unit, jnp.inf)
 
 
 def _is_positive(x: Any) -> Any:

@@ -181,6 +181,7 @@ def low_bit_state(
     def update(
         updates: Any, state: Any, params: Any = None, **extra_args: Any
     ) -> tuple[Any, LowBitState]:
+        save_with_flax(LowBitArray, to_saved, from_saved)  # it may have come since
         _check_state(state, format, block, rounding)
         full = _decoded(state.inner_state)
         updates, new = inner.update(updates, full, params, **extra_args)

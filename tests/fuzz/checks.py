@@ -17,7 +17,7 @@ import numpy as np
 
 import jaxamp_like
 from jaxamp_like import presets, rules
-from jaxamp_like._jax import register_jet_and_sparsify_rules
+from jaxamp_like._jax import register_rules_of_transforms
 
 from . import quantised, runtime, structure
 from .cases import DERIVATIVES, Case, name_of
@@ -49,7 +49,7 @@ SECONDS = 60.0  # for one case
 
 
 # The first call of `amp` registers these rules. Cases must not depend on their order.
-register_jet_and_sparsify_rules()
+register_rules_of_transforms()
 
 
 class Discard(Exception):
