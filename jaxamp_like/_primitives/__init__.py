@@ -28,9 +28,7 @@ from .kinds import (
     PLACING as PLACING,
     RANKING as RANKING,
     REDUCTIONS as REDUCTIONS,
-    REPEATING as REPEATING,
     SATURATING as SATURATING,
-    STEEP as STEEP,
     SUMMED_BACK as SUMMED_BACK,
     VIEWS as VIEWS,
     WHOLE_VIEWS as WHOLE_VIEWS,
@@ -39,4 +37,4 @@ from .kinds import (
     may_repeat as may_repeat,
     steep_operands as steep_operands,
 )
-from .table import TABLE as TABLE, Kind as Kind, Row as Row, those as those
+from .table import TABLE as TABLE, Kind as Kind, those as those

@@ -21,7 +21,6 @@ from .._rules import Demand, RematSource, author_dtype, saved, saved_on_tpus
 from .._rules.bilinear import in_dtype
 from .._rules.low_bits import LowBits, copy_of
 from .._structural import Facts, Plan, Scope, Step
-from .._structural.base import dtypes_of
 from .._structural.saved import mark_saved
 from .casts import (
     cast_of,
@@ -546,7 +545,7 @@ class InnerProgram(NamedTuple):
             for step in steps:
                 if step.handler is not None and step.handler.is_closed:
                     (inner,), jaxpr = step.inner, step.eqn.params["jaxpr"]
-                    dtypes = dtypes_of(step.decision.out_facts)
+                    dtypes = step.out_dtypes
                     for mode in modes:
                         yield InnerProgram(inner, jaxpr, dtypes, mode)
 

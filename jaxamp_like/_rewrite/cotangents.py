@@ -28,7 +28,7 @@ import numpy as np
 from .._jax import Eqn, Jaxpr, Literal, names, raw, subjaxprs
 from .._primitives import CONTRACTIONS, EACH_ALONE, IDENTITIES, LINEAR
 from .._rules import author_dtype
-from .._structural import STRUCTURAL, Handler, Scope
+from .._structural import STRUCTURAL, Scope
 from .memo import Memo
 from .reach import Reach, ReachAnalysis, of_input, union
 
@@ -46,13 +46,29 @@ _LINEAR = CONTRACTIONS | (LINEAR - {"add", "sub"}) | set(
 )  # fmt: skip
 
 
+class _FromCotangents(ReachAnalysis):
+    """What is made of a cotangent, by way of floats alone."""
+
+    reads_scopes = False
+
+    def __init__(self) -> None:
+        super().__init__(lambda eqn, scope: STRUCTURAL.get(eqn.primitive.name))
+
+    def of_leaf(
+        self, eqn: Eqn, scope: Scope, operands: Sequence[Reach]
+    ) -> Sequence[Reach]:
+        outs = [union(operands)] * len(eqn.outvars)
+        if eqn.primitive.name in EACH_ALONE and len(operands) == len(outs):
+            outs = operands
+        pairs = zip(eqn.outvars, outs, strict=True)
+        return [reach if author_dtype(v.aval) else 0 for v, reach in pairs]
+
+
 @dataclass(eq=False)
 class Cotangents:
     """Finds the cotangents of programs, and remembers them while these live."""
 
-    _reaches: "_FromCotangents" = field(
-        default_factory=lambda: _FromCotangents(_handler)
-    )
+    _reaches: _FromCotangents = field(default_factory=_FromCotangents)
     _found: Memo = field(default_factory=Memo)
     _contracting: Memo = field(default_factory=Memo)
 
@@ -150,21 +166,6 @@ class Cotangents:
             )
 
         return self._contracting(jaxpr, (), find)
-
-
-class _FromCotangents(ReachAnalysis):
-    """What is made of a cotangent, by way of floats alone."""
-
-    reads_scopes = False
-
-    def of_leaf(
-        self, eqn: Eqn, scope: Scope, operands: Sequence[Reach]
-    ) -> Sequence[Reach]:
-        outs = [union(operands)] * len(eqn.outvars)
-        if eqn.primitive.name in EACH_ALONE and len(operands) == len(outs):
-            outs = operands
-        pairs = zip(eqn.outvars, outs, strict=True)
-        return [reach if author_dtype(v.aval) else 0 for v, reach in pairs]
 
 
 class _CotangentSources:
@@ -298,7 +299,3 @@ def _those_in(known: set[Any], eqn: Eqn) -> list[bool]:
 
 def _is_var(atom: Any) -> bool:
     return not isinstance(atom, Literal)
-
-
-def _handler(eqn: Eqn, scope: Scope) -> Handler | None:
-    return STRUCTURAL.get(eqn.primitive.name)

@@ -9,9 +9,10 @@ through jit, loops and branches; see `_structural`."""
 import contextlib
 import functools
 from collections import defaultdict
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from jax import lax
 
@@ -75,6 +76,21 @@ from .shared import shared
 from .solvers import Solvers
 
 
+class _Around(NamedTuple):
+    """The equation whose bodies are planned.
+
+    Args:
+        is_backward: whether it is part of a backward pass.
+        is_recomputed: whether a `jax.checkpoint` runs it again.
+        device_axes: the axes of devices that it, or one around it, names.
+        cotangents: which inputs of its bodies are cotangents."""
+
+    is_backward: bool = False
+    is_recomputed: bool = False
+    device_axes: frozenset[Any] = frozenset()
+    cotangents: Mapping[Jaxpr, Flags] = MappingProxyType({})
+
+
 @dataclass(eq=False)
 class Planner:
     """Plans jaxprs under one policy, and remembers the plans while the jaxprs live.
@@ -92,7 +108,7 @@ class Planner:
     partly_mapped: bool = False  # whether examples of a `jax.vmap` share some inputs
     # Whether a second derivative is taken, which rules out 8 bits.
     differentiated_again: bool = False
-    _plans: Memo = field(default_factory=Memo)
+    _plans: Memo = field(default_factory=Memo, init=False)
 
     def __post_init__(self) -> None:
         self.matching = Matching(self.policy, not self.differentiated_again)
@@ -101,16 +117,13 @@ class Planner:
         # It marks the solvers of a program before that is planned; see `prepared`.
         self.solvers = Solvers(self.matching.handler, self.matching.makes_low)
         self.hoisted = Hoisted()
-        # All of these but `cotangents` describe the equation whose bodies are planned.
-        self._is_backward = self._is_recomputed = False
-        self._mapped = frozenset[Any]()  # the axes of devices that it names
-        self._axes = frozenset[Any]()  # those, and the ones around the traced code
         self.cotangents = Cotangents()
-        self._given: dict[Jaxpr, Flags] = {}  # cotangents among inputs of those bodies
+        self._around = _Around()
+        self._axes = frozenset[Any]()  # of devices, also those around the traced code
 
     def without_memory(self) -> "Planner":
         """A planner of the same settings that remembers nothing."""
-        return replace(self, _plans=Memo())
+        return replace(self)
 
     @property
     def may_keep_in_8_bits(self) -> bool:
@@ -131,14 +144,12 @@ class Planner:
         """The same planner, for calls that are differentiated more than once.
 
         What is kept in 8 bits can't be differentiated again."""
-        if self.differentiated_again:
-            return self
-        return replace(self, differentiated_again=True, _plans=Memo())
+        return replace(self, differentiated_again=True)
 
     @functools.cached_property
     def of_partly_mapped(self) -> "Planner":
         """The same planner, for calls where `jax.vmap` maps only some values."""
-        return replace(self, partly_mapped=True, _plans=Memo())
+        return replace(self, partly_mapped=True)
 
     def prepared(self, jaxpr: Jaxpr, scope: Scope = ()) -> Jaxpr:
         """`jaxpr`, freshly traced, with the scopes that planning reads.
@@ -162,10 +173,10 @@ class Planner:
         return tuple(of_operands(facts, params, self.gather_once))
 
     def arithmetic_is_full(self, scope: Scope) -> bool:
-        """Whether arithmetic in `scope` computes in full, however operands are held.
+        """Whether arithmetic in `scope` computes in full from what is held low.
 
-        The rule of `add` decides. Ops that follow their inputs would compute in full if
-        an operand were held in full."""
+        The rule of `add` tells, by whether it may be run again from low copies of its
+        operands. An op that follows its inputs would make a low result of these."""
         return self.matching.of_primitive(lax.add_p, scope).rule.is_run_again
 
     def plan(
@@ -181,13 +192,14 @@ class Planner:
         `wanted` says how its results are read outside; in full, if not given. If
         `cotangents` is given, `jaxpr` is an author's backward rule, and `cotangents`
         says which of its inputs are cotangents."""
-        if not self._is_backward:
+        around = self._around
+        if not around.is_backward:
             facts = without_partners(facts)
         wanted = tuple(wanted) or (Demand.FULL,) * len(raw(jaxpr).outvars)
-        given = self._given.get(jaxpr, ()) if cotangents is None else cotangents
+        given = around.cotangents.get(jaxpr, ()) if cotangents is None else cotangents
         args = (facts, scope, wanted, given, cotangents is not None)
-        self._axes = self._mapped | device_axes()
-        phase = self._is_backward, self._is_recomputed
+        self._axes = around.device_axes | device_axes()
+        phase = around.is_backward, around.is_recomputed
         key = (*args, setting() is None, *phase, self._axes)
         known = self._plans.of(jaxpr)
         if key not in known:
@@ -217,7 +229,7 @@ class Planner:
             for v in variables(atoms):
                 readers[v].append(eqn)
         read_often = shared(readers)
-        is_backward = is_rule or self._is_backward
+        is_backward = is_rule or self._around.is_backward
         cotangents = self.cotangents.of(jaxpr, given, is_backward, is_rule)
         partners = Partners(env)
         steps, keys = [], set()
@@ -279,7 +291,7 @@ class Planner:
             raise AmpError(f"{what}\nWhile deciding on {where}.") from e
         decision = summed_once(site, decision)
         outs = as_asked(with_origins(site, decision.out_facts), self.gather_once)
-        if not self.lean:  # lean remat regions are better handed what is low
+        if not self.lean:  # a lean remat region would keep what is cast up
             outs = upcast_early(site, outs)
         decision = decision._replace(out_facts=outs)
         decision = self._with_residual_bits(eqn, site, match, decision, opaque)
@@ -340,16 +352,17 @@ class Planner:
     @contextlib.contextmanager
     def _inside(self, eqn: Eqn, site: Site) -> Iterator[None]:
         """A context to plan the bodies of `eqn` in: what holds of it holds of them."""
-        phase = self._is_backward, self._is_recomputed
-        before = self._given, self._mapped, self._axes
-        self._mapped |= device_axes(eqn)
-        self._is_backward, self._is_recomputed = site.backward, site.recomputed
-        self._given = self.cotangents.inside(eqn, site.cotangents)
+        before = self._around, self._axes
+        self._around = _Around(
+            site.backward,
+            site.recomputed,
+            self._around.device_axes | device_axes(eqn),
+            self.cotangents.inside(eqn, site.cotangents),
+        )
         try:
             yield
         finally:
-            self._is_backward, self._is_recomputed = phase
-            self._given, self._mapped, self._axes = before
+            self._around, self._axes = before
 
     def _rule(self, eqn: Eqn, scope: Scope, match: Match) -> tuple[Rule, bool]:
         """The rule to ask, and whether the equation is to be bound as it stands."""
@@ -399,8 +412,9 @@ class Planner:
         told = names(eqn)
         # Code that a checkpoint runs again counts as forward code. Names alone don't
         # tell it, but an equation that reads cotangents is never such code.
-        again = self._is_backward and told.recomputed
-        again |= self._is_recomputed and not told.backward
+        around = self._around
+        again = around.is_backward and told.recomputed
+        again |= around.is_recomputed and not told.backward
         again = again and not any(cotangents)
         return Site(
             primitive=eqn.primitive,
@@ -413,7 +427,7 @@ class Planner:
             out_avals=tuple(v.aval for v in eqn.outvars),
             wanted=tuple(wanted),
             by_scope=match.by_scope,
-            backward=told.backward or (self._is_backward and not again),
+            backward=told.backward or (around.is_backward and not again),
             recomputed=again,
             cotangents=cotangents,
             device_axes=self._axes,

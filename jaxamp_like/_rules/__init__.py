@@ -17,7 +17,6 @@ from .base import (
     Rule as Rule,
     Site as Site,
     author_dtype as author_dtype,
-    demand_in as demand_in,
     held_in_full as held_in_full,
     is_full as is_full,
     out_facts_of as out_facts_of,
@@ -37,7 +36,6 @@ from .computing import (
     use_widest_precision as use_widest_precision,
     why_as_written as why_as_written,
     why_written as why_written,
-    wide_contraction as wide_contraction,
 )
 from .contracting import contract as contract
 from .following import (

@@ -24,6 +24,7 @@ from .base import (
     out_facts_of,
     survive,
 )
+from .low_residuals import of_some
 
 
 def asks_for_precision(params: dict[str, Any]) -> bool:
@@ -157,12 +158,7 @@ def wide_contraction(
     def jvp(primals, tangents):
         active = [i for i, t in enumerate(tangents) if not isinstance(t, SymbolicZero)]
 
-        def low(*some):
-            operands = list(primals)
-            for i, x in zip(active, some, strict=True):
-                operands[i] = x
-            return primitive.bind(*operands, **params)
-
+        low = of_some(functools.partial(primitive.bind, **params), active, primals)
         some, ts = (tuple(x[i] for i in active) for x in (primals, tangents))
         return contraction(*primals), jax.jvp(low, some, ts)[1].astype(wide)
 

@@ -95,6 +95,11 @@ class Step:
         return self.match.is_compute
 
     @property
+    def out_dtypes(self) -> tuple[DType | None, ...]:
+        """The dtypes in which its results are held; `None` for what is no float."""
+        return dtypes_of(self.decision.out_facts)
+
+    @property
     def variables_read(self) -> list[Any]:
         """The variables that it reads, once for each operand."""
         return variables(self.eqn.invars)
@@ -205,9 +210,6 @@ class Planner(Protocol):
 
     @property
     def lean(self) -> bool | str: ...
-
-    @property
-    def saves(self) -> LowBits | None: ...
 
     @property
     def demands(self) -> Demands: ...

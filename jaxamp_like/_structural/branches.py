@@ -44,7 +44,7 @@ def _join(*facts: Fact | None) -> Fact | None:
 
 
 def bind_cond(binder: ProgramBinder, step: Step, operands: list[Any]):
-    eqn, dtypes = step.eqn, dtypes_of(step.decision.out_facts)
+    eqn, dtypes = step.eqn, step.out_dtypes
     branches = tuple(
         binder.close(plan, branch, dtypes)
         for plan, branch in zip(step.inner, eqn.params["branches"], strict=True)

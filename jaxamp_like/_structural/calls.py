@@ -85,7 +85,7 @@ def decide_jit(planner: Planner, eqn: Eqn, site: Site):
 def bind_jit(binder: ProgramBinder, step: Step, operands: list[Any]):
     # Weights that were rounded before a loop are not among the operands of the call.
     if binder.hoisted_weights_in(step):
-        dtypes = dtypes_of(step.decision.out_facts)
+        dtypes = step.out_dtypes
         return cast_all(bind_inline(binder, step, operands), dtypes)
     return bind_closed(binder, step, operands)
 
@@ -93,9 +93,7 @@ def bind_jit(binder: ProgramBinder, step: Step, operands: list[Any]):
 def bind_closed(binder: ProgramBinder, step: Step, operands: list[Any]):
     """Binds an equation with the one program that it holds, as a parameter."""
     (inner,), eqn = step.inner, step.eqn
-    closed = binder.close(
-        inner, eqn.params["jaxpr"], dtypes_of(step.decision.out_facts)
-    )
+    closed = binder.close(inner, eqn.params["jaxpr"], step.out_dtypes)
     with eqn_context(eqn):
         return bind(eqn.primitive, operands, eqn.params | {"jaxpr": closed})
 
@@ -120,7 +118,7 @@ def _keeps_inputs_alone(eqn: Eqn) -> bool:
 def bind_remat(binder: ProgramBinder, step: Step, operands: list[Any]):
     (inner,), eqn, keeps = step.inner, step.eqn, step.decision.residual_dtypes
     bits = binder.inputs_in_8_bits(step) if _keeps_inputs_alone(eqn) else {}
-    dtypes = dtypes_of(step.decision.out_facts)
+    dtypes = step.out_dtypes
     weights = binder.hoisted_weights_in(step)
     closed = binder.for_recomputation().close(
         inner, eqn.params["jaxpr"], dtypes, weights

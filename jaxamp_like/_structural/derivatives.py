@@ -40,7 +40,7 @@ from .._jax import (
 from .._primitives import RULED, holds_rule
 from .._primitives.matmul_precision import without_setting
 from .._rules import Demand, Fact, Origin, Precision, RematSource, author_dtype, of_some
-from .base import Facts, ProgramBinder, Step, dtypes_of
+from .base import Facts, ProgramBinder, Step, as_body_inputs
 from .calls import bind_inline
 from .zeros import (
     instantiated,
@@ -111,18 +111,6 @@ def _as_cotangent(x: Any) -> Any:
     return np.zeros(x.shape, jax.dtypes.float0) if is_float0 else x
 
 
-def _facts_in_rule(facts: Facts) -> Facts:
-    """Facts of operands in a rule, where casts of inputs need no checkpoint."""
-    sources = {
-        RematSource.INPUT: RematSource.RECOMPUTED,
-        RematSource.SHARDED: RematSource.RECOMPUTED,
-    }
-    return tuple(
-        f and f._replace(remat_source=sources.get(f.remat_source, f.remat_source))
-        for f in facts
-    )
-
-
 def _facts_of_values(values: Sequence[Any], origins: Sequence[Origin]) -> Facts:
     """Facts of values that a rewritten program has made."""
     dtypes = (author_dtype(typeof(x)) for x in values)
@@ -134,7 +122,7 @@ def _facts_of_values(values: Sequence[Any], origins: Sequence[Origin]) -> Facts:
 
 def bind_custom_jvp(binder: ProgramBinder, step: Step, operands: list[Any]):
     (inner,), eqn, binder = step.inner, step.eqn, binder.in_rule()
-    dtypes = dtypes_of(step.decision.out_facts)
+    dtypes = step.out_dtypes
     jaxpr = eqn.params["call_jaxpr"]
     avals = [v.aval for v in eqn.invars]
 
@@ -161,7 +149,7 @@ def bind_custom_jvp(binder: ProgramBinder, step: Step, operands: list[Any]):
         wanted = _demands_of(step) * 2
         # A tangent has the fact of its primal: once this is transposed, the cotangents
         # of its readers add up as those of the primal do.
-        facts = _facts_in_rule(inner.in_facts)
+        facts = as_body_inputs(inner.in_facts, RematSource.RECOMPUTED)
         facts += tuple(facts[i] for i in active)
         with explaining_rules():
             traced = trace_rule(author_rule, authors)
@@ -201,7 +189,7 @@ def bind_remat_opt(binder: ProgramBinder, step: Step, operands: list[Any]):
         return bind_inline(binder, step, operands)
     (inner,), eqn, params = step.inner, step.eqn, step.eqn.params
     num_consts, num_res = params["num_consts"], params["num_res"]
-    dtypes, wanted = dtypes_of(step.decision.out_facts), _demands_of(step)
+    dtypes, wanted = step.out_dtypes, _demands_of(step)
     body, values = open_jaxpr(binder.close(inner, params["fwd_jaxpr"], dtypes))
 
     @functools.cache
@@ -259,7 +247,7 @@ def bind_custom_vjp(binder: ProgramBinder, step: Step, operands: list[Any]):
     know rules that ask. The first operands are what the author's function closes over:
     his rule has no derivative for these."""
     (inner,), eqn, binder = step.inner, step.eqn, binder.in_rule()
-    dtypes = dtypes_of(step.decision.out_facts)
+    dtypes = step.out_dtypes
     jaxpr = eqn.params["call_jaxpr"]
     avals = [v.aval for v in eqn.invars]
     num_outs = len(eqn.outvars)
@@ -310,9 +298,8 @@ def bind_custom_vjp(binder: ProgramBinder, step: Step, operands: list[Any]):
         wanted = [how for k, how in enumerate(reads) if k not in given]
         wanted = [*_demands_of(step), *wanted]
         with explaining_rules():
-            outs, facts = binder.rewrite(
-                traced, values, _facts_in_rule(inner.in_facts), step.scope, wanted
-            )
+            in_facts = as_body_inputs(inner.in_facts, RematSource.RECOMPUTED)
+            outs, facts = binder.rewrite(traced, values, in_facts, step.scope, wanted)
         made = iter(zip(outs[num_outs:], facts[num_outs:], strict=True))
         pairs = [
             (values[given[k]], None) if k in given else next(made)

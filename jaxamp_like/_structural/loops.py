@@ -17,7 +17,6 @@ from .._jax import (
     raw,
     run_jaxpr,
     scan_arity,
-    scan_like,
     scan_operands,
     while_operands,
 )
@@ -40,6 +39,7 @@ from .base import (
     steps_of,
 )
 from .calls import bind_closed
+from .running import run_programs
 from .saved import is_marked_saved, mark_saved, save_marked
 
 
@@ -251,26 +251,22 @@ def bind_scan(binder: ProgramBinder, step: Step, operands: list[Any]):
         return bind_closed(binder, step, operands)
     has_regions = binder.has_regions
     binder = binder.under_policy() if hoisted else binder
-    dtypes = dtypes_of(step.decision.out_facts)
+    dtypes = step.out_dtypes
 
     def loop(operands, weights, stacks):
-        fixed, init, xs = scan_operands(eqn, operands)
+        fixed, _, _ = scan_operands(eqn, operands)
         low = {(var, dtype): cast(fixed[places[var]], dtype) for var, dtype in hoisted}
 
-        def body(carry, xs):
-            xs, slices = xs
-            jaxpr = eqn.params["jaxpr"]
+        def iterate(_, inputs, slices):
             if hoisted:
                 # Without a mark, JAX would run the loop again to have what it carries.
-                carry = list(map(mark_saved, carry))
+                fixed, carry, xs = scan_operands(eqn, inputs)
+                inputs = [*fixed, *map(mark_saved, carry), *xs]
             numbers = {**weights, **dict(zip(stacks, slices, strict=True))}
-            args = [*fixed, *carry, *xs]
-            outs = binder.run(inner, consts(jaxpr), args, low, numbers)
-            outs = cast_all(outs, dtypes)
-            return outs[: len(init)], outs[len(init) :]
+            constants = consts(eqn.params["jaxpr"])
+            return cast_all(binder.run(inner, constants, inputs, low, numbers), dtypes)
 
-        carry, ys = scan_like(eqn, body, init, (xs, list(stacks.values())))
-        return [*carry, *ys]
+        return run_programs(eqn, operands, iterate, list(stacks.values()))
 
     with eqn_context(eqn):
         if not hoisted:
@@ -287,9 +283,9 @@ def bind_scan(binder: ProgramBinder, step: Step, operands: list[Any]):
 
 def bind_while(binder: ProgramBinder, step: Step, operands: list[Any]):
     (cond, body), eqn, outer, binder = step.inner, step.eqn, binder, binder.in_loop()
-    params, dtypes = eqn.params, dtypes_of(step.decision.out_facts)
+    params, dtypes = eqn.params, step.out_dtypes
     closed = binder.close(cond, params["cond_jaxpr"], (None,))
-    for_cond, for_body, init = while_operands(eqn, operands)
+    _, for_body, _ = while_operands(eqn, operands)
     fixed = dict(zip(body.invars, for_body, strict=False))
     weights = {} if eqn.effects else outer.hoist_weights(step, fixed, {})[0]
     if not weights:
@@ -298,15 +294,12 @@ def bind_while(binder: ProgramBinder, step: Step, operands: list[Any]):
         with eqn_context(eqn):
             return bind(eqn.primitive, operands, params | new)
 
-    def goes_on(carry):
-        return run_jaxpr(closed, [*for_cond, *carry])[0]
-
-    def iterate(carry):
-        args = [*for_body, *carry]
-        outs = binder.run(
-            body, consts(params["body_jaxpr"]), args, hoisted_weights=weights
-        )
+    def run(i, inputs, _):
+        if i == 0:
+            return run_jaxpr(closed, inputs)
+        constants = consts(params["body_jaxpr"])
+        outs = binder.run(body, constants, inputs, hoisted_weights=weights)
         return cast_all(outs, dtypes)
 
     with eqn_context(eqn):
-        return lax.while_loop(goes_on, iterate, init)
+        return run_programs(eqn, operands, run)

@@ -11,13 +11,13 @@ from jax.custom_batching import custom_vmap
 from .._dtypes import cast_all
 from .._jax import call_vmap_rule, consts, eqn_context, shard_map_options, typeof
 from .._rules import Demand, Fact, author_dtype
-from .base import ProgramBinder, Step, dtypes_of
+from .base import ProgramBinder, Step
 from .derivatives import trace_rule
 
 
 def bind_shard_map(binder: ProgramBinder, step: Step, operands: list[Any]):
     (inner,) = step.inner
-    dtypes = dtypes_of(step.decision.out_facts)
+    dtypes = step.out_dtypes
 
     def body(*args):
         return cast_all(binder.run(inner, (), args), dtypes)
@@ -29,7 +29,7 @@ def bind_shard_map(binder: ProgramBinder, step: Step, operands: list[Any]):
 def bind_pmap(binder: ProgramBinder, step: Step, operands: list[Any]):
     """`pmap` up to JAX 0.9; later it is a jitted `shard_map`."""
     (inner,), params = step.inner, step.eqn.params
-    dtypes = dtypes_of(step.decision.out_facts)
+    dtypes = step.out_dtypes
 
     def body(*args):
         return tuple(cast_all(binder.run(inner, (), args), dtypes))
