@@ -1,4 +1,4 @@
-"""Which inputs of a program reach its results through no compute op.
+"""Which inputs of a program reach its results without passing a contraction.
 
 A carry that reaches itself so, round its loop, adds up over the iterations what would
 be lost in 16 bits: a residual stream, an optimizer's state, a sum of losses."""

@@ -94,7 +94,8 @@ class Binder:
         self.saves: LowBits | None = None
         self.facts: Mapping[Any, Any] = {}
         self.makers: Mapping[Any, Step] = {}
-        # A binder for other values, which holds on to nothing of this one.
+        # Makes a binder. It is no method, so that a function which keeps it does not
+        # keep the values of this binder alive.
         self.with_env = functools.partial(Binder, planner)
 
     def run(
@@ -119,7 +120,8 @@ class Binder:
         units, unit_drops, cotangents, binder.shared = schedule
         binder.shared_quantised = plan.shared_quantised
         binder.gathering = Gathering(gathers_of(plan))
-        # `residual_add` pays in straight-line code, where chains of sums are long.
+        # Those with the number of an operand are for `residual_add`. It pays in
+        # straight-line code, where chains of sums are long.
         if not self.is_straight_line:
             cotangents = {v: i for v, i in cotangents.items() if i is None}
         binder.rounded_cotangents = cotangents
@@ -152,12 +154,11 @@ class Binder:
         """The rewritten jaxpr of a plan, with results in `dtypes`.
 
         It is made once, since JAX finds compiled code by the identity of inner jaxprs.
-        Only with `hoisted_weights` it is made each time: these values become its
-        constants."""
+        With `hoisted_weights`, which become its constants, it is made each time."""
         first = InnerProgram(plan, jaxpr, dtypes, self.remat_mode)
         if hoisted_weights:
             return self._closed(first, hoisted_weights)
-        calls: dict[Any, InnerProgram] = {}  # those inside of it too, at any depth
+        calls: dict[Any, InnerProgram] = {}  # and the programs in it, at any depth
         todo = [first]
         while todo:
             call = todo.pop()
@@ -289,7 +290,7 @@ class Binder:
 
     @property
     def is_straight_line(self) -> bool:
-        """Whether this is no loop and no rule, and nothing that is run again."""
+        """Whether this is forward code outside of loops, rules and checkpoints."""
         return self.remat_mode == RematMode.REGIONS
 
     @property
@@ -298,7 +299,7 @@ class Binder:
         return self.is_straight_line and self.planner.gather_once is None
 
     def inputs_in_8_bits(self, step: Step) -> dict[Any, LowBits]:
-        """What a checkpoint of the author's reads and is to keep in 8 bits.
+        """Which inputs of a `jax.checkpoint` of the author's are kept in 8 bits.
 
         With a user's rule these are all inputs, else the results of contractions. Where
         a pole or a jump would magnify the rounding of a value, it is left out."""
@@ -372,7 +373,10 @@ class Binder:
         return self.apply(step)
 
     def _mark_saved(self, step: Step, outs: list[Any]) -> list[Any]:
-        """The results of a step, marked to be kept where they would be made again."""
+        """The results of a step, marked for `save_marked` if that is to keep them.
+
+        That policy runs cheap steps again unless their results are marked. Those that
+        stand in no region are cheaper to keep."""
         is_cheap_leaf = step.handler is None and is_cheap(step.eqn)
         is_marked = self.remat_mode == RematMode.REGIONS_UNDER_POLICY and is_cheap_leaf
         return list(map(mark_saved, outs)) if is_marked else outs

@@ -78,8 +78,8 @@ class Demands:
             inner = self.of_body(body, scope, outs)
             for i, demand in zip(body.ins, inner, strict=True):
                 reads[i] |= demand
-        # A derivative rule runs functions that have rules of their own, and does not
-        # differentiate them: how their rules read operands does not count.
+        # A derivative rule only calls functions that have rules of their own. It does
+        # not differentiate them, so how those rules read operands does not count.
         if eqn.primitive.name in RULED and not self._is_rule:
             reads = self._with_rule(eqn, scope, reads)
         return reads

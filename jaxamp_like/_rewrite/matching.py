@@ -62,7 +62,9 @@ class Matching:
 
 
 def stays_as_written(match: Match) -> bool:
-    """Whether a structural primitive is left as written, with all that is inside."""
+    """Whether an equation is left as written, with all that it holds.
+
+    A user's policy or `amp_stop` says so."""
     return match.key is not None and isinstance(match.rule, UseOriginalPrecision)
 
 

@@ -1,7 +1,7 @@
 """Deciding: a plan for every equation of a jaxpr, before anything is bound.
 
 Each jaxpr is walked twice. The walk from its end finds which values are read by ops
-that compute in low precision, directly or through ops that follow their inputs. In the
+that compute in low precision, directly or by way of ops that only move values. In the
 forward walk the rule of each equation decides, given what its operands became. Bodies
 of structural primitives are planned with the facts of their operands, so decisions flow
 through jit, loops and branches; see `_structural`."""
@@ -152,9 +152,10 @@ class Planner:
         return replace(self, partly_mapped=True)
 
     def prepared(self, jaxpr: Jaxpr, scope: Scope = ()) -> Jaxpr:
-        """`jaxpr`, freshly traced, with the scopes that planning reads.
+        """`jaxpr`, freshly traced, as it is to be planned.
 
-        Scopes that JAX lost are put back, and solvers get one of their own."""
+        Its equations are classic ones, scopes that JAX lost are put back, and solvers
+        stand in a scope of their own."""
         return self.solvers.with_solver_scopes(
             self.hoisted.put_back(to_classic(jaxpr)), scope
         )
@@ -267,9 +268,10 @@ class Planner:
         match = self.matching.of_equation(eqn, scope)
         site = self._site(eqn, scope, facts, wanted, match, cotangents)
         handler = self.matching.handler(eqn, scope)
-        # JAX traces a derivative rule at its first use, with the matmul precision that
-        # is set then, and reuses the trace. If JAX traced it here, later uses under
-        # `amp` would take that precision for one that the author asked for.
+        # JAX remembers the trace of a derivative rule, and with it the matmul precision
+        # that was set when it was first used. Later uses under `amp` would take that
+        # precision for one that the author asked for. So the rule is traced by its
+        # handler, without the setting.
         if handler is None and setting() and holds_rule(eqn):
             handler = STRUCTURAL.get(eqn.primitive.name)
         if not match.is_compute and self.arithmetic_is_full(scope):

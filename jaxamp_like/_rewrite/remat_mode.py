@@ -7,7 +7,7 @@ class RematMode(enum.Enum):
     """What the backward pass of code keeps; see `remat`."""
 
     SAVE_ALL = enum.auto()  # what JAX would
-    REGIONS = enum.auto()  # in straight-line code, what regions are run again from
+    REGIONS = enum.auto()  # in straight-line code, of a region its inputs alone
     REGIONS_IN_LOOP = enum.auto()  # the same in the body of a loop
     REGIONS_UNDER_POLICY = enum.auto()  # in a loop, under the policy `save_marked`
     RECOMPUTED = enum.auto()  # the backward pass recomputes all of it

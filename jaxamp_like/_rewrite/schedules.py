@@ -25,9 +25,9 @@ def _plain(plan: Plan) -> Schedule:
 def _with_regions(plan: Plan) -> Schedule:
     """The schedule with remat regions, for a derivative that is still to be taken.
 
-    A plan that holds a backward pass gets none. What that pass reads has been chosen: a
-    region would only hide from others (`amp_with_state`, reports) what is read and made
-    in it."""
+    A plan that holds a backward pass has no regions, as JAX has chosen its residuals
+    already. A region would only hide from `amp_with_state` and from reports what is
+    read and made in it."""
     is_backward = any(step.backward for step in plan.steps)
     if not is_backward and any(step.may_recompute or step.inner for step in plan.steps):
         return remat_schedule(plan.steps, plan.facts, plan.outvars, plan.saves)

@@ -1,4 +1,6 @@
-"""Which variables have several readers of the same part, whose cotangents add up."""
+"""Which variables are read more than once, and not by disjoint slices.
+
+The cotangents of their readers are added."""
 
 from collections.abc import Iterable, Mapping
 from itertools import combinations

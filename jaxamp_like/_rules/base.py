@@ -31,9 +31,9 @@ from .low_bits import LowBits
 class Precision(enum.IntEnum):
     """Whether a float value may be read low; see `follow_inputs`."""
 
-    NEUTRAL = 0  # an input, a constant, or one of these moved about
-    LOW = 1  # made in low precision, or in full but fit to be read low
-    FULL = 2  # made by an op whose result must stay in the author's dtype
+    NEUTRAL = 0  # it may: an input, a constant, or one of these moved about
+    LOW = 1  # it may: made in low precision, or in full by an op that permits it
+    FULL = 2  # it may not: made by an op whose result must stay in the author's dtype
 
 
 class RematSource(enum.IntEnum):
@@ -73,7 +73,7 @@ class Demand(enum.Flag):
     FULL = enum.auto()  # by an op that computes in full
     ACCUMULATOR = enum.auto()  # by the next iteration, as a carry that adds up in full
     OTHER = enum.auto()  # low, but not in the compute dtype of the function
-    AS_HELD = enum.auto()  # in full, by an op that casts up itself what is held low
+    AS_HELD = enum.auto()  # in full, by an op that casts up: it may be held low
     WIDE = enum.auto()  # low, by an op that makes a gradient which is not to be rounded
 
 
@@ -127,7 +127,7 @@ class Fact(NamedTuple):
     is_broadcast: bool = False  # made only of arrays smaller than itself
     constants: Constants | None = None  # if it is made of nothing else
     from_accumulator: bool = False  # made from a carry that adds up in full
-    exact_dtype: DType | None = None  # a lower dtype that holds the same numbers
+    exact_dtype: DType | None = None  # a lower dtype that holds its numbers exactly
     origin: Origin = Origin.DATA
     partners: frozenset[Partner] = frozenset()  # as far as they are known
     is_transposed: bool = False  # a view whose last axis is another than the value's
@@ -320,10 +320,10 @@ class Rule:
 
     @property
     def may_compute_low(self) -> bool:
-        """Whether the equation may compute low although none of its operands is.
+        """Whether the equation may compute low although none of its operands is low.
 
-        If so, the equation runs as written where `why_written` says why.
-        `Matching.makes_low` asks it of all equations but contractions."""
+        `Matching.makes_low` asks it of all equations but contractions. Only such an
+        equation can have a reason to run as written, which `why_written` tells."""
         return self.is_compute
 
     @property

@@ -21,19 +21,24 @@ def with_low_residuals(
     holds_rules: bool = False,
     is_apart: bool = False,
 ) -> Callable[[Sequence[Any], Sequence[Any]], Any]:
-    """`forward` as a function of operands and of their copies, `None` where none is.
+    """`forward` as a function `(operands, copies)`, which keeps the copies.
 
-    A copy is of a lower dtype, or a `Copy` in 8 bits. With `is_apart`, a copy in 8 bits
-    is decoded only when the backward pass reads it.
-    For the backward pass a copy is kept where there is one, and else the operand;
-    `mark_saved` then marks each for the policy of a checkpoint. The backward pass
-    recomputes all else by `recompute`, which computes what `forward` does, except what
-    `policy` keeps of it. The derivative is with respect to the operands, and evaluated
-    at the copies.
+    A copy is an array of a lower dtype, a `Copy` in 8 bits, or `None`. The backward
+    pass is given each copy, and where it is `None` the operand. From these it computes
+    all else again by `recompute`, which computes what `forward` does. The derivative is
+    with respect to the operands, and evaluated at the copies.
 
-    Where `forward` `holds_rules` (derivative rules of an author's), the rules return a
-    value beside the first derivative, and a second derivative is that of this value, as
-    in JAX."""
+    Args:
+        forward: computes from the operands.
+        recompute: computes the same, in the backward pass.
+        prevent_cse: as of `jax.checkpoint`.
+        mark_saved: marks what is kept, for the policy of a checkpoint around this.
+        policy: which results within `recompute` are kept as well.
+        holds_rules: whether `forward` holds derivative rules of an author's. Such a
+            rule returns a value beside the first derivative, and as in JAX, a second
+            derivative is that of this value.
+        is_apart: whether a copy in 8 bits is decoded only when the backward pass reads
+            it."""
 
     @jax.custom_jvp
     def op(operands, copies):

@@ -34,7 +34,8 @@ class Body(NamedTuple):
 
     jaxpr: Jaxpr
     ins: Sequence[int]  # for each input, which operand of the equation it is
-    outs: Sequence[int | None]  # the same for results; `None`: a loop's condition
+    outs: Sequence[int | None]  # for each result, which of the equation's; `None` if it
+    # is the condition of a loop
     carries: Sequence[tuple[int, int]] = ()  # results that become inputs, `(out, in)`
     is_repeated: bool = False  # by a loop, even if it changes nothing but references
 
@@ -56,13 +57,18 @@ class Body(NamedTuple):
 class Handler(NamedTuple):
     """How a structural primitive is read, decided and bound.
 
-    `bodies` gives its programs.
-    A `Planner` calls `decide` and a `Binder` calls `bind`; both classes are in
-    `_rewrite`, and `ProgramBinder` is what a row sees of a `Binder`. A call runs its
-    one program once, operands in and results out; one that `may_recompute` is run again
-    in the backward pass if all that it holds may be. One that `passes_hoisted_weights`
-    lets its program read weights that were rounded before a loop around it. One that
-    `is_closed` keeps its program as a jaxpr of its own: `Binder.close` rewrites it."""
+    Args:
+        bodies: gives the programs of an equation.
+        decide: is called by a `Planner`, of `_rewrite`.
+        bind: is called by a `Binder`, of `_rewrite`; `ProgramBinder` is what it needs
+            of one.
+        is_call: whether it runs its one program once, operands in and results out.
+        may_recompute: whether the backward pass may run it again, if it may run all
+            that the program holds again.
+        passes_hoisted_weights: whether its program may read weights that were rounded
+            before a loop around it.
+        is_closed: whether its program is a jaxpr of its own, which `Binder.close`
+            rewrites."""
 
     bodies: Callable[[Eqn], list[Body]]
     decide: "Callable[[Planner, Eqn, Site], tuple[Decision, tuple[Plan, ...]]]"
@@ -84,7 +90,7 @@ class Step:
     inner: tuple["Plan", ...] = ()
     handler: Handler | None = None  # of a structural primitive
     opaque: bool = False  # carries code in the author's dtypes: bound as it stands
-    # By operand that is cast: how cheaply its value is had again.
+    # For each operand that is cast, by its number: how cheaply it can be had again.
     input_casts: dict[int, RematSource] = field(default_factory=dict)
     may_recompute: bool = False  # whether it may be run again, to keep less
     out_demands: tuple[Demand, ...] = ()  # how its results are read
@@ -135,7 +141,8 @@ class Step:
 class Plan:
     """The plan of a jaxpr for operands of certain dtypes and precision states.
 
-    It holds the variables and equations, not the jaxpr, which keys the cache weakly."""
+    It does not hold the jaxpr: plans are values of a cache whose keys are jaxprs, and
+    would keep them alive."""
 
     invars: Sequence[Any]
     constvars: Sequence[Any]

@@ -1,8 +1,8 @@
 """Derivative rules by the author.
 
-An equation gets a new derivative rule. This differentiates the original equation, which
-runs the author's rule, and rewrites the program that comes of it. So the author's rule
-sees the dtypes that it was written for, and its contractions are low."""
+An equation gets a new derivative rule, which calls `jax.vjp` or `jax.jvp` on the
+original equation. That runs the author's rule in the dtypes that it was written for.
+The program that was traced so is then rewritten, so that its contractions are low."""
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
@@ -181,10 +181,10 @@ def _cast_tangents(values: Sequence[Any], dtypes: Sequence[Any]) -> list[Any]:
 
 
 def bind_remat_opt(binder: ProgramBinder, step: Step, operands: list[Any]):
-    """Binds a forward rule that JAX leaves out where nothing is kept of it.
+    """Binds `remat_opt`, which `jax.custom_vjp` makes if `optimize_remat` is set.
 
-    Its author asked for that by `optimize_remat`. JAX then runs the function in its
-    place, which is rewritten likewise."""
+    It holds an author's forward rule. Where its residuals are not read, JAX runs the
+    function instead of the rule. Both are rewritten."""
     if binder.hoisted_weights_in(step):
         return bind_inline(binder, step, operands)
     (inner,), eqn, params = step.inner, step.eqn, step.eqn.params
@@ -369,7 +369,7 @@ class _Backward:
 
         `cotangent_avals` are the avals of the cotangents. The traced program
         tells how the residuals are read. The backward pass uses the same program, so
-        that the author's rule is called no more often than without `amp`."""
+        that JAX does not trace the author's rule a second time for the same avals."""
         fn = self._fn(set(), self._moved)
         self.known = _traced(fn, [*self.avals, *cotangent_avals])
         self._cotangent_avals = cotangent_avals

@@ -86,7 +86,7 @@ def _decide_loop(planner: Planner, site: Site, bodies: list[Body]):
         body.ins[i] for i in planner.accumulators.must_stay_full(body, site.scope)
     }
     demands = planner.demands.of_body(body, site.scope, read)
-    # A carry may be low if it is read low; whether it is made low is seen further on.
+    # A carry may be low if it is read low; `learn` finds whether it is made low.
     read_low = {
         i
         for i, how in zip(body.ins, demands, strict=True)
@@ -94,16 +94,16 @@ def _decide_loop(planner: Planner, site: Site, bodies: list[Body]):
     }
     # These are read in full by the next iteration, or outside of the loop.
     read_full = {i for i, out in outs.items() if Demand.FULL in wanted[out]}
-    # What a loop starts with is read by its first iteration and, if there may be none,
-    # by all that reads the results.
+    # What a loop starts with is read by its first iteration. If the loop may run zero
+    # times, it is the result as well, and is read as that is.
     inside_loop = zip(body.ins, demands, strict=True)
     starts_full = {i for i, how in inside_loop if Demand.FULL in how}
     if not site.params.get("length"):
         starts_full |= read_full
     low = (outs.keys() & read_low) - adds_up
     is_solver = SOLVER in site.scope and not site.by_scope
-    # A carry may start as a value that examples of a `jax.vmap` share, whose cotangents
-    # add up.
+    # If examples of a `jax.vmap` share the value that a carry starts with, its
+    # cotangents are added. So no carry is low there.
     if is_solver or site.partly_mapped:
         low = set()
     precisions = dict.fromkeys(outs, Precision.NEUTRAL)
@@ -124,7 +124,7 @@ def _decide_loop(planner: Planner, site: Site, bodies: list[Body]):
 
     def learn(i: int, made: Fact | None) -> bool:
         """Learns what an iteration makes of a carry; returns whether that is new."""
-        assert made is not None  # those of `outs` are floats
+        assert made is not None  # `outs` holds carries that are floats, and no others
         before = entering(i)
         # What is read in full, by some op or after the loop, must not be rounded on
         # its way into the first iteration or the next, nor out of the last.
@@ -226,14 +226,17 @@ def _holds_remat(plan: Plan) -> bool:
 
 
 def bind_scan(binder: ProgramBinder, step: Step, operands: list[Any]):
-    """Binds a scan; parameters are rounded and cast for all iterations before it.
+    """Binds a scan; what all iterations would make of its inputs is made before it.
 
-    Quantised weights are rounded before the loop, all slices of a stack together. Casts
-    are made before the loop, and again before the loop of the backward pass: not in
-    each iteration, and they are not kept in between. Such a loop is made by `lax.scan`,
-    since its body has new constants. The checkpoint around casts has a policy that
-    would overrule the author's checkpoints inside: if there are any, casts stay in the
-    body. They also do beside hi-types, which JAX's classic checkpoint does not take."""
+    Weights that a rule quantises are rounded before the loop, all slices of a stack
+    together. Inputs that contractions read low are cast before the loop, and cast again
+    before the loop of the backward pass, so that no cast is kept for it. To that end
+    casts and loop stand in one `jax.checkpoint`. Its body has new constants, so
+    `lax.scan` makes a new loop.
+
+    Casts stay in the body if the author has checkpoints in it, which the policy of the
+    one around would overrule; and beside hi-types, which a classic checkpoint does not
+    take."""
     (inner,), eqn, outer, binder = step.inner, step.eqn, binder, binder.in_loop()
     all_fixed, _, all_slices = scan_operands(eqn, list(inner.invars))
     places = {var: i for i, var in enumerate(all_fixed)}

@@ -12,12 +12,12 @@ again from the copy, while the forward pass reads the sum itself.
 Here the regions of one jaxpr are found; `bind` binds them. `cost` says what the
 backward pass keeps, `grouping` which steps belong together, `regions` what of that
 pays, and `schedule` in which order it all runs. Two steps are in one region if a value
-flows between them and as many costly ops lie before the one as before the other: so no
-path leaves a region and comes back. Linear steps that lead to a region stay outside
-if it costs no more to keep their result than their operands, as with a sum of two. But
-steps that lead there from a single contraction's result (a bias, a factor, a split) are
-run again inside the region, and so is what is made of inputs and constants alone, such
-as a mask.
+flows between them and they have the same depth, which is the largest number of costly
+ops on a path to a step. So no path leaves a region and comes back. Linear steps that
+lead to a region stay outside if it costs no more to keep their result than their
+operands, as with a sum of two. But steps that lead there from a single contraction's
+result (a bias, a factor, a split) are run again inside the region, and so is what is
+made of inputs and constants alone, such as a mask.
 
 Recomputation instead of storage is due to Chen et al., "Training Deep Nets with
 Sublinear Memory Cost", arXiv:1604.06174. The min-cut partitioner of PyTorch's functorch

@@ -294,12 +294,12 @@ class Grouping:
     def _branch(self, step: Step) -> int | None:
         """Which operand is a contraction's result that is added to a stream.
 
-        The stream has other readers, too, so that its cotangents add up in full; that
-        of the contraction's result is low. XLA would store only the low one. For the
-        other, each kernel that adds to it would run the backward passes of all later
-        regions again, and compiling would take two to three times as long. In code that
-        is split over devices there is no such operand: it costs less to compute again
-        than to store."""
+        The stream has other readers, too, so its cotangent is a sum in full; the
+        cotangent of the contraction's result is low. XLA would store only the low one.
+        To have the one of the stream, each kernel that adds to it would run the
+        backward passes of all later regions again, and compiling would take two to
+        three times as long. In code that is split over devices there is no such
+        operand: it costs less to compute again than to store."""
         is_sum = step.eqn.primitive.name == "add" and step.may_recompute
         if self._is_split or not is_sum:
             return None

@@ -122,11 +122,11 @@ def _region(
 def _is_last(outs: Iterable[Any], paid: Iterable[Any], ends: set[Any]) -> bool:
     """Whether a region ends in something small, such as the loss.
 
-    Its backward pass comes next, so what the two share is not kept for long. If the
-    region were run again, XLA could put off its first run, which only the loss needs,
-    and would hold the logits until then: their cotangent could not take their memory.
-    On one GPU that is so only where rows are long. XLA reduces shorter rows and reads
-    them again in one kernel, which is best run twice."""
+    Its backward pass follows at once, so what both passes read is not kept for
+    long. If the region were run again, XLA could put off its first run, which only
+    the loss needs, and would hold the logits until then: their cotangent could not
+    take their memory. On one GPU that is so only where rows are long. XLA reduces
+    shorter rows and reads them again in one kernel, which is best run twice."""
     return ends.issuperset(outs) and _total(outs) * _NEXT_TO_NOTHING < _total(paid)
 
 
