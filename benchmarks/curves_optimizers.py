@@ -65,7 +65,7 @@ OPTIMIZERS = {
     "NovoGrad": Optimizer(optax.novograd, 3e-3),
     "RAdam": Optimizer(optax.radam, 3e-3),
     "RMSProp, momentum": Optimizer(partial(optax.rmsprop, momentum=0.9), 3e-4),
-    "SGD, momentum": Optimizer(partial(optax.sgd, momentum=0.9), 3e-3),
+    "SGD, momentum": Optimizer(partial(optax.sgd, momentum=0.9), 1e-3),
     "Signum": Optimizer(optax.signum, 3e-4),
     "Yogi": Optimizer(optax.yogi, 3e-3),
 }

@@ -38,6 +38,7 @@ class Reads:
     def __init__(self) -> None:
         self._values: defaultdict[Hashable, dict[Any, None]] = defaultdict(dict)
         self._users: defaultdict[Any, set[Any]] = defaultdict(set)  # that were seen
+        self._same: dict[Any, list[Any]] = {}  # a value, and what barriers make of it
         self._different: defaultdict[Any, dict[Any, None]] = defaultdict(dict)
         self._firsts: dict[Hashable, Any] = {}  # of equal reads in one block
         self._keys: dict[Any, Hashable] = {}
@@ -67,18 +68,17 @@ class Reads:
 
     def _new_reads(self, value: Any) -> Iterator[Any]:
         """The reads of a value that came after those that this has given before."""
-        values = [value]
-        while values:
-            value = values.pop()
-            seen, uses = self._users[value], []
-            for use in value.uses:
+        same = self._same.setdefault(value, [value])
+        for one in same:  # grows while it is gone through
+            seen, uses = self._users[one], []
+            for use in one.uses:
                 if use.owner.operation in seen:
                     break  # MLIR tells the newest use first
                 uses.append((use.owner.operation, use.operand_number))
             for op, operand in uses:
                 seen.add(op)
                 if _is_barrier(op):
-                    values.append(op.results[0])
+                    same.append(op.results[0])
                 elif op.name in _READS and operand == 0:
                     yield op
 

@@ -646,6 +646,26 @@ def test_views_of_views_do_not_make_the_program_quadratic():
     assert equations(80) < 2.2 * equations(40)
 
 
+def test_what_many_views_lead_to_is_kept_low():
+    def loss(w, x):
+        for i in range(60):
+            w = w.T
+            x = jnp.tanh(x @ w) if i > 57 else x
+        return jnp.sum(x)
+
+    mixed = amp(loss, compute_dtype="bfloat16")
+    w, x = jnp.full((32, 32), 0.02), jnp.ones((4, 32))
+    kept = jax.tree.leaves(jax.vjp(mixed, w, x)[1])
+    square = {id(leaf): leaf for leaf in kept if leaf.shape == w.shape}.values()
+    assert (
+        sum(leaf.nbytes for leaf in square if leaf is not w) <= w.nbytes
+    )  # two, of 16 bits
+    exact = jax.grad(loss)(w, x)
+    np.testing.assert_allclose(
+        jax.grad(mixed)(w, x), exact, atol=0.03 * abs(exact).max()
+    )
+
+
 def test_a_chain_of_views_longer_than_pythons_stack():
     def fn(w, x):
         for _ in range(1100):

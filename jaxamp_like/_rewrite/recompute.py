@@ -94,20 +94,16 @@ def recomputed_casts(binder: StepBinder, step: Step) -> list[int]:
     """Operands whose casts the backward pass makes again, and would keep otherwise.
 
     A cast of an input can be made again from the input, and a cast up from the low
-    value that is held."""
+    value that is held. If many views lead from the input, its low cast is kept."""
     reads, invars = step.decision.reads, step.eqn.invars
     if binder.remat_mode.is_recomputed:
         return []
+    again = [i for i in step.recomputed_casts if binder.views.is_near(invars[i])]
     if step.is_compute:
-        would_keep = any(
-            not binder.is_hoisted_cast(invars[i], reads[i])
-            for i in step.recomputed_casts
-        )
+        would_keep = any(not binder.is_hoisted_cast(invars[i], reads[i]) for i in again)
     else:
         would_keep = step.eqn.primitive.name not in LINEAR
-    return (
-        [*step.recomputed_casts, *_upcast_operands(binder, step)] if would_keep else []
-    )
+    return [*again, *_upcast_operands(binder, step)] if would_keep else []
 
 
 def _upcast_operands(binder: StepBinder, step: Step) -> list[int]:

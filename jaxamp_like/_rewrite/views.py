@@ -37,7 +37,7 @@ class Views:
         """The inputs that `atoms` are views of, and the steps that lead to them.
 
         Views that are not to be followed count as inputs, and so do `atoms` that are
-        many views away from one."""
+        not near to one."""
         roots: dict[Any, None] = {}
         found: set[Step] = set()
         chain: list[Step] = []
@@ -52,11 +52,15 @@ class Views:
                 if view is None or not follow(view):
                     roots[atom] = None
                 elif view not in found:
-                    if len(found) == _MOST_VIEWS:
+                    if len(found) == _MOST_VIEWS * len(atoms):
                         return list(dict.fromkeys(variables(atoms))), []
                     found.add(view)
                     todo += view, *reversed(view.eqn.invars)
         return list(roots), chain
+
+    def is_near(self, atom: Atom) -> bool:
+        """Whether `atom` is an input, or a few views of one lead to it."""
+        return atom not in self.makers or bool(self.inputs_of([atom])[1])
 
 
 def rebind_view(view: Step, operands: list[Any]) -> list[Any]:
