@@ -3,8 +3,9 @@
     python -m benchmarks.first_screen
 
 Nothing is measured: the figures are those of `results/front-bfloat16.json`, which
-`benchmarks.front` wrote, and times on a GPU those of `results/steps-gpu.json`, which
-`benchmarks.steps` wrote. The tables of README and of docs/comparison.md are printed,
+`benchmarks.front` wrote, times on a GPU those of `results/steps-gpu.json`, which
+`benchmarks.steps` wrote, and those of TPUs of `results/tpu-bfloat16.json`, which
+`benchmarks.tpu` wrote. The tables of README and of docs/comparison.md are printed,
 and a test compares them with these pages. The picture is drawn twice, for light pages
 and dark ones, with letters that can be read where it is 360 pixels wide, as on a
 phone."""
@@ -12,6 +13,7 @@ phone."""
 import json
 import statistics
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 from matplotlib.axes import Axes
@@ -22,6 +24,7 @@ from .front import Figures, Rows, over
 ROOT = Path(__file__).parents[1]
 RECORD = ROOT / "benchmarks" / "results" / "front-bfloat16.json"
 MEASURED = ROOT / "benchmarks" / "results" / "steps-gpu.json"
+TPUS = ROOT / "benchmarks" / "results" / "tpu-bfloat16.json"
 PICTURES = {
     "light": ROOT / "docs" / "images" / "first_screen.png",
     "dark": ROOT / "docs" / "images" / "first_screen_dark.png",
@@ -136,32 +139,53 @@ def measured(name: str) -> str:
 
 
 def short_table(results: dict[str, Rows]) -> str:
-    """What README shows of the means, as Markdown: first those over all models, and
-    then those over the models that were also written by hand with `jax.checkpoint`."""
+    """What README shows of the means, as Markdown: those over the models that were also
+    written by hand with `jax.checkpoint`."""
     same = {m: rows for m, rows in results.items() if "hand lean" in rows}
-    note = without(results, "hand lean")
     lines = [
-        "| geometric means over four models, in bfloat16 "
-        "| activations kept (float32: 1) "
-        "| gradient error (rounded products: 1) | estimated step time (float32: 1) "
-        "| measured: GPT, ViT |",
+        f"| bfloat16; means over {', '.join(names_of(same))} | activations kept "
+        "| gradient error | time, estimated (H200) | time, measured (H100): GPT, ViT |",
         "|---|---|---|---|---|",
+        "| float32 | 1 | 0 | 1 | 1, 1 |",
     ]
-    shown = (
-        (results, OURS, "", "amp"),
-        (results, "jmp", "", "jmp"),
-        (same, OURS, note, "amp"),
-        (same, "hand lean", note, "lean"),
-    )
-    for part, name, models, way in shown:
+    shown = ((OURS, "amp"), ("hand lean", "lean"), ("jmp", "jmp"), ("hand", "hand"))
+    for name, way in shown:
         cells = (
-            mean(part, name, "saved_bytes", "float32"),
-            mean(part, name, "error", "contractions"),
-            mean(part, name, "step_seconds", "float32"),
+            mean(same, name, "saved_bytes", "float32"),
+            mean(same, name, "error", "contractions"),
+            mean(same, name, "step_seconds", "float32"),
         )
         row = " | ".join((*(f"{cell:.2f}" for cell in cells), measured(way)))
-        lines += [f"| {SHOWN[name][0]}{models} | {row} |"]
+        lines += [f"| {SHOWN[name][0]} | {row} |"]
     return "\n".join(lines)
+
+
+def names_of(models: Iterable[str]) -> list[str]:
+    """How README names models: those whose layers stand in a scan like the others."""
+    return [model.removesuffix(" scanned") for model in models]
+
+
+def on_tpus(results: dict[str, Rows], name: str) -> str:
+    """The estimated cycles and the temporary memory of compiled steps, over float32's.
+
+    They are means over the models, from the least to the most that TPUs have."""
+    devices = json.loads(TPUS.read_text())["devices"].values()
+
+    def over_float32(figure: str) -> str:
+        means = [
+            statistics.geometric_mean(
+                by_model[model][name][figure] / by_model[model]["float32"][figure]
+                for model in results
+            )
+            for by_model in devices
+        ]
+        least, most = f"{min(means):.2f}", f"{max(means):.2f}"
+        return least if least == most else f"{least} to {most}"
+
+    cycles, memory = over_float32("cycles"), over_float32("temp_bytes")
+    return (
+        f"{cycles} of float32's estimated cycles and {memory} of its temporary memory"
+    )
 
 
 def draw(axes: Axes, results: dict[str, Rows], ink: dict[str, str]) -> None:
@@ -222,7 +246,8 @@ def picture(results: dict[str, Rows], scheme: str, path: Path) -> None:
 
 def main() -> int:
     results = read()
-    print(short_table(results), table(results), sep="\n\n")
+    tpus = (f"{name}: {on_tpus(results, name)}" for name in (OURS, "hand"))
+    print(short_table(results), *tpus, table(results), sep="\n\n")
     for scheme, path in PICTURES.items():
         picture(results, scheme, path)
     return 0

@@ -38,6 +38,7 @@ COMPARISON = (ROOT / "docs" / "comparison.md").read_text()
 def test_what_the_readme_and_the_comparison_tell_is_that_of_the_record():
     results = first_screen.read()
     assert first_screen.short_table(results) in README
+    assert first_screen.on_tpus(results, first_screen.OURS) in README
     assert first_screen.table(results) in COMPARISON
     for path in first_screen.PICTURES.values():
         assert path.relative_to(ROOT).as_posix() in README
