@@ -80,7 +80,6 @@ from ._rewrite.bind import Binder
 from ._rewrite.findings import refuse_rules_with_state, warn_of_findings
 from ._rewrite.planner import Planner
 from ._rewrite.record import amp_is_off, planner_in_force, record_plan
-from ._rewrite.remat_mode import RematMode
 from ._rewrite.rounded_losses import warn_of_rounded_losses
 from ._rewrite.switch import (
     is_amp_disabled,
@@ -93,6 +92,7 @@ from ._rewrite.switch import (
 from ._rewrite.traced_call import TracedCall
 from ._rules.user_rules import as_bool, as_lean
 from ._structural import steps_of
+from ._structural.remat_mode import RematMode
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")

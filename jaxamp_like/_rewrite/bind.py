@@ -21,7 +21,9 @@ from .._rules import Demand, RematSource, author_dtype, saved, saved_on_tpus
 from .._rules.bilinear import in_dtype
 from .._rules.low_bits import LowBits, copy_of
 from .._structural import Facts, Plan, Scope, Step
+from .._structural.remat_mode import RematMode
 from .._structural.saved import mark_saved
+from .._structural.views import Views, rebind_view
 from .casts import (
     cast_of,
     moved_with_full_gradient,
@@ -50,10 +52,8 @@ from .remat import (
     is_kept_anyway,
     kept_whole,
     reading_of,
+    schedule_of,
 )
-from .remat_mode import RematMode
-from .schedules import schedule_of
-from .views import Views, contraction_input_casts, rebind_view
 
 
 class Binder:
@@ -116,13 +116,13 @@ class Binder:
         binder = self.with_env(env, self.remat_mode)
         binder.hoisted_casts = hoisted_casts or {}
         binder.hoisted_weights = hoisted_weights or {}
-        schedule = schedule_of(plan, self.has_regions)
+        schedule = schedule_of(plan, self.remat_mode.has_regions)
         units, unit_drops, cotangents, binder.shared = schedule
         binder.shared_quantised = plan.shared_quantised
         binder.gathering = Gathering(gathers_of(plan))
         # Those with the number of an operand are for `residual_add`. It pays in
         # straight-line code, where chains of sums are long.
-        if not self.is_straight_line:
+        if not self.remat_mode.is_straight_line:
             cotangents = {v: i for v, i in cotangents.items() if i is None}
         binder.rounded_cotangents = cotangents
         binder.kept_whole = kept_whole(units, plan.facts)
@@ -193,28 +193,9 @@ class Binder:
         """See `hoisting.hoist_weights`."""
         return hoist_weights(self, step, fixed, slices)
 
-    @property
-    def has_regions(self) -> bool:
-        """Whether cheap steps stand in remat regions, to be recomputed."""
-        return self.remat_mode.has_regions
-
-    def in_loop(self) -> "Binder":
-        """A binder for the bodies of a loop."""
-        return self.with_env({}, self.remat_mode.in_loop)
-
-    def under_policy(self) -> "Binder":
-        """A binder for code in a `jax.checkpoint` with a policy of what is kept."""
-        return self.with_env({}, self.remat_mode.under_policy)
-
-    def in_rule(self) -> "Binder":
-        """A binder for derivative rules, whose authors chose what to keep."""
-        return self.with_env({}, self.remat_mode.in_rule)
-
-    def for_recomputation(self) -> "Binder":
-        """A binder for code that the backward pass runs again as a whole."""
-        return self.with_env({}, RematMode.RECOMPUTED)
-
-    contraction_input_casts = staticmethod(contraction_input_casts)
+    def in_mode(self, mode: RematMode) -> "Binder":
+        """A binder for code of which the backward pass keeps something else."""
+        return self.with_env({}, mode)
 
     def rewrite(
         self,
@@ -289,14 +270,9 @@ class Binder:
         return list(map(copy, variables, dtypes))
 
     @property
-    def is_straight_line(self) -> bool:
-        """Whether this is forward code outside of loops, rules and checkpoints."""
-        return self.remat_mode == RematMode.REGIONS
-
-    @property
     def merges_reads(self) -> bool:
         """Whether inputs may turn out to be split when the program is lowered."""
-        return self.is_straight_line and self.planner.gather_once is None
+        return self.remat_mode.is_straight_line and self.planner.gather_once is None
 
     def inputs_in_8_bits(self, step: Step) -> dict[Any, LowBits]:
         """Which inputs of a `jax.checkpoint` of the author's are kept in 8 bits.
@@ -304,7 +280,7 @@ class Binder:
         With a user's rule these are all inputs, else the results of contractions. Where
         a pole or a jump would magnify the rounding of a value, it is left out."""
         how = step.match.saves or (self.saves and self.saves._replace(format="int8"))
-        if how is None or not self.has_regions:
+        if how is None or not self.remat_mode.has_regions:
             return {}
         found: dict[Any, LowBits] = {}
         for atom, dtype in zip(step.eqn.invars, step.decision.reads, strict=True):

@@ -17,11 +17,11 @@ from .._rules import (
 )
 from .._rules.low_bits import LowBits
 from .._structural import Step
+from .._structural.remat_mode import RematMode
 from .._structural.saved import mark_saved
 from .casts import with_full_gradient
 from .deduplication import code_of
 from .remat import Region
-from .remat_mode import RematMode
 from .step_binder import StepBinder
 
 
@@ -76,7 +76,7 @@ def _recomputed_region(outer: StepBinder, region: Region) -> Callable[..., list[
 
     stays = {*region.sharded, *region.in_8_bits}
     makers = {v: step for step in region.steps for v in step.eqn.outvars}
-    is_apart = outer.remat_mode == RematMode.REGIONS and not region.ends_in_loss
+    is_apart = outer.remat_mode.is_straight_line and not region.ends_in_loss
     mark = mark_saved if outer.remat_mode == RematMode.REGIONS_UNDER_POLICY else None
     rules = any(holds_rule(step.eqn) for step in region.steps)
     return with_low_residuals(
@@ -86,7 +86,7 @@ def _recomputed_region(outer: StepBinder, region: Region) -> Callable[..., list[
         mark,
         keeps_statistics,
         rules,
-        is_apart=outer.remat_mode == RematMode.REGIONS,
+        is_apart=outer.remat_mode.is_straight_line,
     )
 
 
@@ -151,7 +151,7 @@ def bind_recomputing_casts(
     # The cotangent of a value that has other readers is not rounded here.
     kept = [binder.shared_low_dtype(v) for v in roots]
     ins = dict.fromkeys([*roots, *(atoms[i] for i in arrays)])
-    is_apart = binder.remat_mode == RematMode.REGIONS
+    is_apart = binder.remat_mode.is_straight_line
     first_pvary, first_array = len(roots), len(roots) + len(pvaried)
 
     def op(*operands):

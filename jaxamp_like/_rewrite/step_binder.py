@@ -10,9 +10,9 @@ from .._dtypes import DType
 from .._jax import Atom
 from .._rules.low_bits import LowBits
 from .._structural import HoistedWeights, Step
+from .._structural.remat_mode import RematMode
+from .._structural.views import Views
 from .deduplication import Deduplicated
-from .remat_mode import RematMode
-from .views import Views
 
 
 class NewBinder(Protocol):

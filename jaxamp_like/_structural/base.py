@@ -16,6 +16,7 @@ from .._dtypes import DType
 from .._jax import Atom, Eqn, EqnContext, Jaxpr, Literal, raw, variables
 from .._rules import Decision, Demand, Fact, Match, RematSource, Site, author_dtype
 from .._rules.low_bits import LowBits
+from .remat_mode import RematMode
 
 Facts = tuple[Fact | None, ...]
 Scope = tuple[str, ...]
@@ -241,7 +242,9 @@ class ProgramBinder(Protocol):
     """What binds plans on values; see `_rewrite/bind.py`."""
 
     @property
-    def has_regions(self) -> bool: ...
+    def remat_mode(self) -> RematMode: ...
+
+    def in_mode(self, mode: RematMode) -> "ProgramBinder": ...
 
     def run(
         self,
@@ -278,9 +281,6 @@ class ProgramBinder(Protocol):
         self, rule: Jaxpr | None, count: int, scope: Scope
     ) -> Sequence[Demand]: ...
 
-    @property
-    def is_straight_line(self) -> bool: ...
-
     def inputs_in_8_bits(self, step: Step) -> Mapping[Any, LowBits]: ...
 
     def low_copies(
@@ -295,16 +295,6 @@ class ProgramBinder(Protocol):
     def hoist_weights(
         self, step: Step, fixed: dict[Any, Any], slices: dict[Any, Any]
     ) -> tuple[HoistedWeights, HoistedWeights]: ...
-
-    def contraction_input_casts(self, plan: Plan) -> list[tuple[Any, DType]]: ...
-
-    def in_loop(self) -> "ProgramBinder": ...
-
-    def in_rule(self) -> "ProgramBinder": ...
-
-    def for_recomputation(self) -> "ProgramBinder": ...
-
-    def under_policy(self) -> "ProgramBinder": ...
 
 
 def decision_of(

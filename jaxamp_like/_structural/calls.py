@@ -29,6 +29,7 @@ from .base import (
     steps_of,
 )
 from .pinned import decide_pinned
+from .remat_mode import RematMode
 from .saved import SaveNamesToo
 
 
@@ -120,7 +121,7 @@ def bind_remat(binder: ProgramBinder, step: Step, operands: list[Any]):
     bits = binder.inputs_in_8_bits(step) if _keeps_inputs_alone(eqn) else {}
     dtypes = step.out_dtypes
     weights = binder.hoisted_weights_in(step)
-    closed = binder.for_recomputation().close(
+    closed = binder.in_mode(RematMode.RECOMPUTED).close(
         inner, eqn.params["jaxpr"], dtypes, weights
     )
     body, values = open_jaxpr(closed)
@@ -145,7 +146,7 @@ def bind_remat(binder: ProgramBinder, step: Step, operands: list[Any]):
 
         keeps = keeps or (None,) * len(operands)
         copies = [None] * len(values) + binder.low_copies(eqn.invars, keeps, bits)
-        rules, is_apart = holds_rule(eqn), binder.is_straight_line
+        rules, is_apart = holds_rule(eqn), binder.remat_mode.is_straight_line
         call = with_low_residuals(
             forward, again, prevent_cse, holds_rules=rules, is_apart=is_apart
         )

@@ -121,7 +121,8 @@ def _facts_of_values(values: Sequence[Any], origins: Sequence[Origin]) -> Facts:
 
 
 def bind_custom_jvp(binder: ProgramBinder, step: Step, operands: list[Any]):
-    (inner,), eqn, binder = step.inner, step.eqn, binder.in_rule()
+    (inner,), eqn = step.inner, step.eqn
+    binder = binder.in_mode(binder.remat_mode.in_rule)
     dtypes = step.out_dtypes
     jaxpr = eqn.params["call_jaxpr"]
     avals = [v.aval for v in eqn.invars]
@@ -246,7 +247,8 @@ def bind_custom_vjp(binder: ProgramBinder, step: Step, operands: list[Any]):
     to him which operands are differentiated, and some of JAX (`shard_map`) does not
     know rules that ask. The first operands are what the author's function closes over:
     his rule has no derivative for these."""
-    (inner,), eqn, binder = step.inner, step.eqn, binder.in_rule()
+    (inner,), eqn = step.inner, step.eqn
+    binder = binder.in_mode(binder.remat_mode.in_rule)
     dtypes = step.out_dtypes
     jaxpr = eqn.params["call_jaxpr"]
     avals = [v.aval for v in eqn.invars]

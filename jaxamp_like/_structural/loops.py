@@ -41,6 +41,7 @@ from .base import (
 from .calls import bind_closed
 from .running import run_programs
 from .saved import is_marked_saved, mark_saved, save_marked
+from .views import contraction_input_casts
 
 
 def scan_bodies(eqn: Eqn) -> list[Body]:
@@ -237,10 +238,11 @@ def bind_scan(binder: ProgramBinder, step: Step, operands: list[Any]):
     Casts stay in the body if the author has checkpoints in it, which the policy of the
     one around would overrule; and beside hi-types, which a classic checkpoint does not
     take."""
-    (inner,), eqn, outer, binder = step.inner, step.eqn, binder, binder.in_loop()
+    (inner,), eqn, outer = step.inner, step.eqn, binder
+    binder = binder.in_mode(binder.remat_mode.in_loop)
     all_fixed, _, all_slices = scan_operands(eqn, list(inner.invars))
     places = {var: i for i, var in enumerate(all_fixed)}
-    casts = binder.contraction_input_casts(inner)
+    casts = contraction_input_casts(inner)
     hoisted = [cast for cast in casts if cast[0] in places]
     if eqn.effects or _holds_remat(inner) or any(map(has_hi_type, operands)):
         hoisted = []
@@ -252,8 +254,9 @@ def bind_scan(binder: ProgramBinder, step: Step, operands: list[Any]):
     )
     if not hoisted and not weights and not stacks:
         return bind_closed(binder, step, operands)
-    has_regions = binder.has_regions
-    binder = binder.under_policy() if hoisted else binder
+    has_regions = binder.remat_mode.has_regions
+    if hoisted:
+        binder = binder.in_mode(binder.remat_mode.under_policy)
     dtypes = step.out_dtypes
 
     def loop(operands, weights, stacks):
@@ -285,7 +288,8 @@ def bind_scan(binder: ProgramBinder, step: Step, operands: list[Any]):
 
 
 def bind_while(binder: ProgramBinder, step: Step, operands: list[Any]):
-    (cond, body), eqn, outer, binder = step.inner, step.eqn, binder, binder.in_loop()
+    (cond, body), eqn, outer = step.inner, step.eqn, binder
+    binder = binder.in_mode(binder.remat_mode.in_loop)
     params, dtypes = eqn.params, step.out_dtypes
     closed = binder.close(cond, params["cond_jaxpr"], (None,))
     _, for_body, _ = while_operands(eqn, operands)

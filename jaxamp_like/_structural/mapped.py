@@ -53,7 +53,8 @@ def bind_custom_vmap(binder: ProgramBinder, step: Step, operands: list[Any]):
     """Binds a `custom_vmap` call; what the author's rule makes of it is rewritten too.
 
     The rule sees the author's dtypes, and so does what reads its results."""
-    (inner,), eqn, binder = step.inner, step.eqn, binder.in_rule()
+    (inner,), eqn = step.inner, step.eqn
+    binder = binder.in_mode(binder.remat_mode.in_rule)
     authors = [author_dtype(v.aval) for v in eqn.outvars]
 
     @custom_vmap

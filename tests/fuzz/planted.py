@@ -19,8 +19,8 @@ from jaxamp_like._rewrite import (
     accumulators as _accumulators,
     bind as _bind,
     planner as _planner,
-    schedules as _schedules,
 )
+from jaxamp_like._rewrite.remat import regions as _regions
 from jaxamp_like._structural import STRUCTURAL, branches, loops
 
 from .cases import Case, make_case
@@ -175,11 +175,11 @@ def swapped_branches():
 @fault
 def early_drop():
     """A value is dropped before the results are read."""
-    original = _schedules.schedule
+    original = _regions.schedule
     return mock.patch.object(
-        _schedules,
+        _regions,
         "schedule",
-        lambda units, outvars: original(units, list(outvars)[:-1]),
+        lambda units, outvars, *rest: original(units, list(outvars)[:-1], *rest),
     )
 
 

@@ -33,7 +33,6 @@ from .eight_bits import (
 )
 from .regions import (
     as_region as as_region,
-    plain_schedule as plain_schedule,
-    remat_schedule as remat_schedule,
+    schedule_of as schedule_of,
 )
 from .schedule import Region as Region, Schedule as Schedule, schedule as schedule

@@ -8,6 +8,7 @@ from ..._jax import variables, varying_in
 from ..._primitives import VIEWS
 from ..._rules import Demand, Fact, RematSource
 from ..._rules.low_bits import LowBits
+from ..._structural import Plan
 from ..shared import shared
 from .cost import (
     Step,
@@ -47,15 +48,10 @@ class Grouping:
         shared: variables whose cotangents are sums of several.
         depth_of: the steps of regions, with the number of costly steps before them."""
 
-    def __init__(
-        self,
-        steps: Sequence[Step],
-        facts: dict[Any, Fact | None],
-        outvars: Iterable[Any],
-        saves: LowBits | None = None,
-    ):
-        self.facts = facts
-        self._saves = saves
+    def __init__(self, plan: Plan):
+        steps, facts = plan.steps, plan.facts
+        self.facts, self.maker = facts, plan.makers
+        self._saves = plan.saves
         self.free: set[Step] = set()
         self.depth_of: dict[Step, int] = {}
         self.number = {step: i for i, step in enumerate(steps)}
@@ -63,10 +59,9 @@ class Grouping:
         eqns: dict[Any, list[Any]] = {
             v: [step.eqn for step in read] for v, read in self.readers.items()
         }
-        for v in variables(outvars):
+        for v in variables(plan.outvars):
             eqns.setdefault(v, []).append(None)
         self.shared = shared(eqns)
-        self.maker: dict[Any, Step] = {v: s for s in steps for v in s.eqn.outvars}
         inputs = [v for v in facts if v not in self.maker]
         self.active = {v for v in inputs if _is_active(facts[v])}
         self.free_vars = {v for v in inputs if is_kept_anyway(facts[v])}
@@ -233,7 +228,7 @@ class Grouping:
         for origin, (total, chain) in chains.items():
             if self.saved_bytes(origin) <= total:
                 lead |= chain
-        found = {*lead, *self.makers([*lead])} - {*steps}
+        found = {*lead, *self.free_makers([*lead])} - {*steps}
         return sorted(found, key=self.number.__getitem__)
 
     def _low_source(self, v: Any) -> tuple[Any, list[Step]] | None:
@@ -345,7 +340,7 @@ class Grouping:
             groups.setdefault(self._root(step), []).append(step)
         return {step: group for group in groups.values() for step in group}
 
-    def makers(self, group: Sequence[Step]) -> list[Step]:
+    def free_makers(self, group: Sequence[Step]) -> list[Step]:
         """The free steps that make what a group reads."""
         found: set[Step] = set()
         pending = list(group)

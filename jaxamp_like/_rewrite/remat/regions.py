@@ -6,9 +6,9 @@ from typing import Any
 from ..._dtypes import DType
 from ..._jax import Literal, variables
 from ..._primitives import REDUCTIONS
-from ..._rules import Fact, author_dtype
-from ..._rules.low_bits import LowBits
-from ..._structural import Step, steps_in
+from ..._rules import author_dtype
+from ..._structural import Plan, Step, steps_in
+from ..memo import Memo
 from .cost import fact_dtype, is_cheap_step, is_sharded, num_elements, saved_bytes_for
 from .grouping import Grouping
 from .schedule import Region, Schedule, in_order, schedule
@@ -19,28 +19,33 @@ _NEXT_TO_NOTHING = 64  # results are so many times smaller than what is kept for
 _IN_ONE_KERNEL = 16384
 
 
-def plain_schedule(
-    steps: Sequence[Step], facts: dict[Any, Fact | None], outvars: Sequence[Any]
-) -> Schedule:
-    """The schedule of a jaxpr's steps without regions.
-
-    The arguments are those of `remat_schedule`."""
-    return schedule(
-        steps, outvars, Grouping(steps, facts, outvars).rounded_cotangents()
-    )
+_schedules = Memo()
 
 
-def remat_schedule(
-    steps: Sequence[Step],
-    facts: dict[Any, Fact | None],
-    outvars: Sequence[Any],
-    saves: LowBits | None,
-) -> Schedule:
-    """The schedule of a jaxpr's steps, groups of which are put into remat regions.
+def schedule_of(plan: Plan, has_regions: bool) -> Schedule:
+    """The steps of a plan in order; with remat regions, if a binder has them.
 
-    `facts` are those of all its variables; `saves` says how what contractions made is
-    kept for regions that read it."""
-    grouping = Grouping(steps, facts, outvars, saves)
+    It is made when the plan is bound: of the plans that a loop tries until the dtypes
+    of its carries stop changing, only the last one is.
+
+    A plan that holds a backward pass has no regions, as JAX has chosen its residuals
+    already. A region would only hide from `amp_with_state` and from reports what is
+    read and made in it."""
+    is_backward = any(step.backward for step in plan.steps)
+    may_pay = any(step.may_recompute or step.inner for step in plan.steps)
+    has_regions = has_regions and may_pay and not is_backward
+    make = _with_regions if has_regions else _plain
+    return _schedules(plan, has_regions, lambda: make(plan))
+
+
+def _plain(plan: Plan) -> Schedule:
+    if not any(step.may_recompute for step in plan.steps):
+        return schedule(plan.steps, plan.outvars)
+    return schedule(plan.steps, plan.outvars, Grouping(plan).rounded_cotangents())
+
+
+def _with_regions(plan: Plan) -> Schedule:
+    grouping, facts, outvars = Grouping(plan), plan.facts, plan.outvars
     # How each variable is read outside of regions: known from the end backwards.
     readers: dict[Any, set[DType | None]] = {v: set() for v in facts}
 
@@ -59,7 +64,7 @@ def remat_schedule(
         )
 
     units: list[Step | Region] = []
-    for group in reversed(in_order(steps, grouping.groups())):
+    for group in reversed(in_order(plan.steps, grouping.groups())):
         region = _region(group, grouping, readers, is_last)
         if region is not None:
             read(region.ins, [None] * len(region.ins))
@@ -70,9 +75,9 @@ def remat_schedule(
             if is_read or not is_cheap_step(step):
                 read(step.eqn.invars, step.decision.reads)
                 units.append(step)
-    if not any(isinstance(unit, Region) for unit in units):
-        return schedule(steps, outvars, grouping.rounded_cotangents())
-    return schedule(reversed(units), outvars, grouping.rounded_cotangents())
+    has_some = any(isinstance(unit, Region) for unit in units)
+    ordered = reversed(units) if has_some else plan.steps
+    return schedule(ordered, outvars, grouping.rounded_cotangents())
 
 
 def _region(
@@ -93,7 +98,7 @@ def _region(
         for v in step.eqn.outvars
         if readers[v]
     }
-    steps = [*grouping.makers(group), *group]
+    steps = [*grouping.free_makers(group), *group]
     # Roots may read what the makers make, such as a mask, so they are sorted together.
     steps = sorted([*grouping.roots_of(steps), *steps], key=grouping.number.__getitem__)
     made = {v for step in steps for v in step.eqn.outvars}

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from ..._dtypes import DType
 from ..._jax import variables
 from ..._rules.low_bits import LowBits
-from ..remat_mode import RematMode
+from ..._structural.remat_mode import RematMode
 from ..shared import shared
 from .cost import Step
 

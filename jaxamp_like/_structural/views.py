@@ -9,7 +9,7 @@ from typing import Any
 from .._dtypes import DType
 from .._jax import Atom, Literal, bind_flat, eqn_context, variables, without_scopes
 from .._rules import author_dtype
-from .._structural import Plan, Step
+from .base import Plan, Step
 
 # A longer chain of views is not made again for each of its readers: in a loop that
 # slices what the last iteration has left of a parameter, tracing would be quadratic.

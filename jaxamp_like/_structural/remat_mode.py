@@ -15,7 +15,13 @@ class RematMode(enum.Enum):
     SAVE_REDUCTIONS = enum.auto()  # as `RECOMPUTED`, but what reduces an array is kept
 
     @property
+    def is_straight_line(self) -> bool:
+        """Whether the code is forward code outside of loops, rules and checkpoints."""
+        return self == RematMode.REGIONS
+
+    @property
     def has_regions(self) -> bool:
+        """Whether cheap steps stand in remat regions, which are run again."""
         return self in (
             RematMode.REGIONS,
             RematMode.REGIONS_IN_LOOP,
@@ -24,6 +30,7 @@ class RematMode(enum.Enum):
 
     @property
     def is_recomputed(self) -> bool:
+        """Whether the backward pass runs the code again as a whole."""
         return self in (
             RematMode.RECOMPUTED,
             RematMode.SAVE_STATISTICS,
