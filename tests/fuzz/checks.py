@@ -371,7 +371,13 @@ def _trace(build: Callable[[Wrap], Any], wrap: Wrap) -> Traced:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         f, args = build(wrap)
-        jaxpr, out = jax.make_jaxpr(f, return_shape=True)(*args)
+        try:
+            jaxpr, out = jax.make_jaxpr(f, return_shape=True)(*args)
+        except AssertionError as e:
+            # So does `jax.vmap(jax.nn.relu)` of an array of NumPy, with JAX 0.10.
+            if "non-canonical constant" in str(e):
+                raise Discard("a constant of NumPy that is mapped over") from None
+            raise
     leaves, tree = jax.tree.flatten(out)
     avals = [v.aval for v in getattr(jaxpr, "jaxpr", jaxpr).outvars]
     # How a scope is spelt is the caller's business, and some hold nothing.
