@@ -32,7 +32,7 @@ from jaxamp_like.storage import apply_updates, low_bit_state, update_in_float32
 
 from .rewrite import machine, make_table, ratio, versions
 from .roofline import described_device, plugin_versions
-from .workloads import FLOAT32, WORKLOADS, gpt, init_blocks, init_norm, normal
+from .workloads import FLOAT32, Style, gpt, init_blocks, init_norm, normal
 
 Loss = Callable[..., Any]
 
@@ -64,8 +64,19 @@ def _of_low(params: Any, tokens: Any) -> Any:
 
 WAYS = {
     "float32": Way(_plain, lambda tx: tx),
-    "by hand": Way(WORKLOADS["GPT scanned"].hand(jnp.bfloat16), lambda tx: tx),
+    "by hand": Way(partial(gpt, Style(jnp.bfloat16)), lambda tx: tx),
+    # With `jax.checkpoint` around norms, softmax and activation functions, ...
+    "by hand, checkpoints": Way(
+        partial(gpt, Style(jnp.bfloat16, lean=True)), lambda tx: tx
+    ),
+    # ... or around each layer, of which all products are computed twice.
+    "by hand, checkpointed layers": Way(
+        partial(gpt, Style(jnp.bfloat16), remat=True), lambda tx: tx
+    ),
     "amp": Way(_mixed, lambda tx: tx),
+    "amp, checkpointed layers": Way(
+        amp(partial(gpt, FLOAT32, remat=True), compute_dtype="bfloat16"), lambda tx: tx
+    ),
     "amp, int8 states": Way(_mixed, low_bit_state),
     "amp, int4 states": Way(_mixed, lambda tx: low_bit_state(tx, "int4")),
     "amp, int8 states and residuals": Way(_lean, low_bit_state),
