@@ -857,8 +857,8 @@ def register_rules_of_transforms() -> None:
     `amp` makes checkpoints where its user made none. For `jet` and `sparsify` they mean
     nothing: what is inside is gone through as if it stood there; in `jet` the same
     holds of functions with a derivative rule. Roundings are linear to `jet`, as to
-    `jvp`. The rule that `checkify` has for checkpoints fails if its checks hold a
-    constant, as those of a lookup do."""
+    `jvp`. The rule that `checkify` has for checkpoints of the classic kind fails if its
+    checks hold a constant, as those of a lookup do. It is replaced for all of them."""
     if "jax.experimental.checkify" in sys.modules:
         from jax._src.checkify import error_checks
 
@@ -921,6 +921,9 @@ def _checked_checkpoint(*args: Any, jaxpr: Jaxpr, **params: Any) -> Any:
 
     operands = [*leaves, *values]
     program, constants = open_jaxpr(trace(run, list(map(jax.typeof, operands))))
+    if isinstance(prevented := params.get("prevent_cse"), tuple):  # one an operand
+        new = len(constants) + len(leaves)
+        params["prevent_cse"] = (False,) * new + prevented
     (primitive, *_) = _grouping_primitives()
     outs = primitive.bind(*constants, *operands, jaxpr=program, **params)
     return jax.tree.unflatten(result[0], outs)

@@ -75,7 +75,7 @@ class Reads:
                 if use.owner.operation in seen:
                     break  # MLIR tells the newest use first
                 uses.append((use.owner.operation, use.operand_number))
-            for op, operand in uses:
+            for op, operand in reversed(uses):  # the first read stays where it is
                 seen.add(op)
                 if _is_barrier(op):
                     same.append(op.results[0])

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from math import inf
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -464,7 +465,9 @@ class Binder:
 
     def is_hoisted_cast(self, atom: Atom, dtype: DType | None) -> bool:
         """Whether the cast of the input that `atom` shows was made before the loop."""
-        roots, _ = self.views.inputs_of([atom])
+        if not self.hoisted_casts:
+            return False
+        roots, _ = self.views.inputs_of([atom], most=inf)
         return any((root, dtype) in self.hoisted_casts for root in roots)
 
     def _cast_through_views(self, atom: Any, dtype: DType) -> Any:
@@ -486,7 +489,7 @@ class Binder:
             return self.casts[x, dtype] if hoisted is None else hoisted
 
         roots, chain = self.views.inputs_of(
-            [atom], lambda view: all(map(is_to_be_cast, view.eqn.outvars))
+            [atom], lambda view: all(map(is_to_be_cast, view.eqn.outvars)), inf
         )
         for root in filter(is_to_be_cast, roots):
             self.casts[root, dtype] = cast(self.env[root], dtype)

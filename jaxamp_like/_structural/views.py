@@ -4,6 +4,7 @@ A view of an input is as good as the input: its cast can be made again from what
 in the backward pass anyway, and need not be kept."""
 
 from collections.abc import Callable, Sequence
+from math import inf
 from typing import Any
 
 from .._dtypes import DType
@@ -32,12 +33,15 @@ class Views:
             self.kept.update(step.variables_read)
 
     def inputs_of(
-        self, atoms: Sequence[Atom], follow: Callable[[Step], bool] = lambda view: True
+        self,
+        atoms: Sequence[Atom],
+        follow: Callable[[Step], bool] = lambda view: True,
+        most: float = _MOST_VIEWS,
     ) -> tuple[list[Any], list[Step]]:
         """The inputs that `atoms` are views of, and the steps that lead to them.
 
-        Views that are not to be followed count as inputs, and so do `atoms` that are
-        not near to one."""
+        Views that are not to be followed count as inputs. If more than `most` views for
+        each of `atoms` lead to them, all `atoms` do."""
         roots: dict[Any, None] = {}
         found: set[Step] = set()
         chain: list[Step] = []
@@ -52,7 +56,7 @@ class Views:
                 if view is None or not follow(view):
                     roots[atom] = None
                 elif view not in found:
-                    if len(found) == _MOST_VIEWS * len(atoms):
+                    if len(found) == most * len(atoms):
                         return list(dict.fromkeys(variables(atoms))), []
                     found.add(view)
                     todo += view, *reversed(view.eqn.invars)
@@ -82,7 +86,7 @@ def contraction_input_casts(plan: Plan) -> list[tuple[Any, DType]]:
             dtype = step.decision.reads[i]
             if dtype is None:  # the rule's own `bind` casts it
                 continue
-            for root in views.inputs_of([step.eqn.invars[i]], _is_fixed)[0]:
+            for root in views.inputs_of([step.eqn.invars[i]], _is_fixed, inf)[0]:
                 if author_dtype(root.aval) is not None:
                     casts[root, dtype] = None
     return list(casts)
