@@ -161,7 +161,7 @@ def short_table(results: dict[str, Rows]) -> str:
 
 
 def names_of(models: Iterable[str]) -> list[str]:
-    """How README names models: those whose layers stand in a scan like the others."""
+    """The names of models as README writes them, which does not tell of scans."""
     return [model.removesuffix(" scanned") for model in models]
 
 

@@ -863,7 +863,7 @@ def register_rules_of_transforms() -> None:
         from jax._src.checkify import error_checks
 
         (primitive, *_) = _grouping_primitives()
-        error_checks[primitive] = _checked_checkpoint
+        error_checks[primitive] = functools.partial(_checked_checkpoint, primitive)
     jet = sys.modules.get("jax.experimental.jet")
     if jet is not None:
         if reduce_precision_p not in jet.jet_rules:
@@ -901,7 +901,9 @@ def _jet_of_custom_jvp(
         return fun.call_wrapped(*tracers)
 
 
-def _checked_checkpoint(*args: Any, jaxpr: Jaxpr, **params: Any) -> Any:
+def _checked_checkpoint(
+    primitive: Primitive, *args: Any, jaxpr: Jaxpr, **params: Any
+) -> Any:
     from jax._src.checkify import Error, checkify_jaxpr
 
     # Since JAX 0.12 a context comes first.
@@ -924,7 +926,6 @@ def _checked_checkpoint(*args: Any, jaxpr: Jaxpr, **params: Any) -> Any:
     if isinstance(prevented := params.get("prevent_cse"), tuple):  # one an operand
         new = len(constants) + len(leaves)
         params["prevent_cse"] = (False,) * new + prevented
-    (primitive, *_) = _grouping_primitives()
     outs = primitive.bind(*constants, *operands, jaxpr=program, **params)
     return jax.tree.unflatten(result[0], outs)
 

@@ -26,14 +26,7 @@ def schedule_of(plan: Plan, has_regions: bool) -> Schedule:
     """The steps of a plan in order; with remat regions, if a binder has them.
 
     It is made when the plan is bound: of the plans that a loop tries until the dtypes
-    of its carries stop changing, only the last one is.
-
-    A plan that holds a backward pass has no regions, as JAX has chosen its residuals
-    already. A region would only hide from `amp_with_state` and from reports what is
-    read and made in it."""
-    is_backward = any(step.backward for step in plan.steps)
-    may_pay = any(step.may_recompute or step.inner for step in plan.steps)
-    has_regions = has_regions and may_pay and not is_backward
+    of its carries stop changing, only the last one is."""
     make = _with_regions if has_regions else _plain
     return _schedules(plan, has_regions, lambda: make(plan))
 
@@ -45,6 +38,15 @@ def _plain(plan: Plan) -> Schedule:
 
 
 def _with_regions(plan: Plan) -> Schedule:
+    """The schedule with remat regions, for a derivative that is still to be taken.
+
+    A plan that holds a backward pass has no regions, as JAX has chosen its residuals
+    already. A region would only hide from `amp_with_state` and from reports what is
+    read and made in it."""
+    is_backward = any(step.backward for step in plan.steps)
+    may_pay = any(step.may_recompute or step.inner for step in plan.steps)
+    if is_backward or not may_pay:
+        return schedule_of(plan, False)
     grouping, facts, outvars = Grouping(plan), plan.facts, plan.outvars
     # How each variable is read outside of regions: known from the end backwards.
     readers: dict[Any, set[DType | None]] = {v: set() for v in facts}
@@ -127,11 +129,11 @@ def _region(
 def _is_last(outs: Iterable[Any], paid: Iterable[Any], ends: set[Any]) -> bool:
     """Whether a region ends in something small, such as the loss.
 
-    Its backward pass follows at once, so what both passes read is not kept for
-    long. If the region were run again, XLA could put off its first run, which only
-    the loss needs, and would hold the logits until then: their cotangent could not
-    take their memory. On one GPU that is so only where rows are long. XLA reduces
-    shorter rows and reads them again in one kernel, which is best run twice."""
+    Its backward pass follows at once, so what both passes read is not kept for long. If
+    the region were run again, XLA could put off its first run, which only the loss
+    needs, and would hold the logits until then: their cotangent could not take their
+    memory. On one GPU that is so only where rows are long. XLA reduces shorter rows and
+    reads them again in one kernel, which is best run twice."""
     return ends.issuperset(outs) and _total(outs) * _NEXT_TO_NOTHING < _total(paid)
 
 
