@@ -44,6 +44,8 @@ the documented API, and why:
 - the set `prim_requires_devices_during_lowering`: `jax.nn.scaled_matmul` partitions
   itself, and needs the devices of a program when it is lowered, which JAX does not
   notice within the lowering of another primitive;
+- `all_gather_invariant`, before `all_gather` itself could say that all devices have the
+  same result;
 - `backends_are_initialized`: whether a program has computed anything, which must not
   start a device only to ask;
 - `eval_jaxpr_p`, since JAX 0.12: what hi-primitives expand to, for those two tables;
@@ -255,6 +257,19 @@ def varying_over(x: Any, axes: Sequence[str]) -> Any:
         return jax.lax.pcast(x, missing, to="varying")
     # JAX < 0.8.
     return jax.lax.pvary(x, missing)  # pyright: ignore
+
+
+def gathered_alike(x: Any, axes: tuple[Any, ...]) -> Any:
+    """Rows of all devices, of which types know that they are the same on all.
+
+    `lax.all_gather` can tell it since JAX 0.9."""
+    if not {*axes} <= varying_axes(x):
+        return jax.lax.all_gather(x, axes, tiled=True)
+    if "to" in inspect.signature(jax.lax.all_gather).parameters:
+        return jax.lax.all_gather(x, axes, tiled=True, to="invarying")
+    from jax._src.lax.parallel import all_gather_invariant
+
+    return all_gather_invariant(x, axes, tiled=True)
 
 
 def is_on_mesh(aval: Any) -> bool:

@@ -9,6 +9,7 @@ import numpy as np
 
 from .._dtypes import DType
 from .._random_rounding import rounded_by
+from .._suggestions import did_you_mean
 
 
 class Format(Protocol):
@@ -174,3 +175,19 @@ FORMATS: Mapping[str, Format] = {
     "float8": FloatCodes(jnp.dtype("float8_e4m3fn")),
     "bfloat16": PlainCodes(jnp.dtype("bfloat16")),
 }
+
+
+def check_settings(format: Any, **least: tuple[Any, int]) -> None:
+    """Raises where `format` is none, or an argument no integer of at least a number."""
+    if format not in FORMATS:
+        known = ", ".join(f'"{name}"' for name in FORMATS)
+        raise ValueError(
+            f"`format` must be one of {known}, but was given {format!r}."
+            + did_you_mean(format, FORMATS)
+        )
+    for name, (value, minimum) in least.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+            raise ValueError(
+                f"`{name}` must be an integer of at least {minimum}, but was given "
+                f"{value!r}."
+            )

@@ -22,10 +22,10 @@ from .._frameworks.nnx import as_arrays, in_variable_like, is_variable
 from .._frameworks.serialization import save_with_flax
 from .._jax import is_array_or_shape
 from .._random_rounding import mixed
-from .._suggestions import did_you_mean, no_attribute
+from .._suggestions import no_attribute
 from .._tiles import tile_of
 from .codes import Layout, LowBitArray, encoded, from_saved, layout_of, to_saved
-from .formats import FORMATS
+from .formats import check_settings
 from .moments import Where, stored_low
 from .rounded_updates import warn_of_rounded_updates
 
@@ -139,7 +139,7 @@ def low_bit_state(
     Li et al. (arXiv:2309.01507), as in bitsandbytes and torchao, which store the same
     arrays; the codes differ."""
     inner = checked_optimizer(optimizer, "low_bit_state")
-    _check(format, block, min_size, seed)
+    check_settings(format, block=(block, 16), min_size=(min_size, 0), seed=(seed, 0))
     if where is not None and not callable(where):
         raise TypeError(
             "`where` must be a function of the path and the value of a leaf of the "
@@ -310,22 +310,6 @@ def _is_state(x: Any) -> bool:
 
 def _is_stored(x: Any) -> bool:
     return _is_low(x) or _is_state(x)
-
-
-def _check(format: Any, block: Any, min_size: Any, seed: Any) -> None:
-    if format not in FORMATS:
-        known = ", ".join(f'"{name}"' for name in FORMATS)
-        raise ValueError(
-            f"`format` must be one of {known}, but was given {format!r}."
-            + did_you_mean(format, FORMATS)
-        )
-    least = {"block": (block, 16), "min_size": (min_size, 0), "seed": (seed, 0)}
-    for name, (value, minimum) in least.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-            raise ValueError(
-                f"`{name}` must be an integer of at least {minimum}, but was given "
-                f"{value!r}."
-            )
 
 
 def check_rounding(rounding: Any) -> None:
