@@ -666,6 +666,23 @@ def test_what_many_views_lead_to_is_kept_low():
     )
 
 
+def test_an_index_of_a_view_is_no_number_to_cast():
+    """The table's cast is made before the loop, and sliced in it at literal indices."""
+    table = jr.normal(jr.key(0), (6, 4))
+
+    def loss(table):
+        def body(total, i):
+            rows = jax.lax.dynamic_slice(table, (i, 0), (2, 4))
+            return total + rows[1] @ table.T, None
+
+        total, _ = jax.lax.scan(body, jnp.zeros(6), jnp.arange(3))
+        return jnp.sum(jnp.square(total))
+
+    mixed = amp(loss, compute_dtype="bfloat16")
+    assert error(mixed(table), loss(table)) < 0.02
+    assert error(jax.grad(mixed)(table), jax.grad(loss)(table)) < 0.02
+
+
 def test_a_chain_of_views_longer_than_pythons_stack():
     def fn(w, x):
         for _ in range(1100):

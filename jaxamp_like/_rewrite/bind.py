@@ -481,10 +481,10 @@ class Binder:
             return author_dtype(x.aval) is not None and not is_known
 
         def in_low(x: Any) -> Any:
+            if author_dtype(x.aval) is None:  # such as an index of a slice
+                return self.read(x, None)
             if isinstance(x, Literal):
                 return self.read(x, dtype)
-            if author_dtype(x.aval) is None:
-                return self.read(x, None)
             hoisted = self.hoisted_casts.get((x, dtype))
             return self.casts[x, dtype] if hoisted is None else hoisted
 

@@ -44,14 +44,19 @@ def scalar(tree):
     return sum([jnp.sum(jnp.asarray(x, jnp.float32) * weights(x)) for x in leaves], 0.0)
 
 
+def placed_weights(x):
+    """The same, split over devices as `x` is, where that is a part of its type."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or jax.sharding.AxisType.Explicit not in mesh.axis_types:
+        return weights(x)
+    return weights(x) + jnp.zeros_like(x)
+
+
 def tangents(args):
     def tangent(x):
         if not is_float(x):
             return np.zeros(np.shape(x), jax.dtypes.float0)
-        mesh = jax.sharding.get_abstract_mesh()
-        if mesh.empty or jax.sharding.AxisType.Explicit not in mesh.axis_types:
-            return weights(x)
-        return weights(x) + 0 * x  # split over devices as that is
+        return placed_weights(x)
 
     return tuple(map(tangent, args))
 
@@ -84,7 +89,7 @@ def vjp(f, args):
             return [x for x in jax.tree.leaves(f(*full)) if is_float(x)]
 
         out, pull = jax.vjp(of_floats, *(a[i] for i in nums))
-        return out, pull([weights(x) for x in out])
+        return out, pull([placed_weights(x) for x in out])
 
     return pulled, args
 
