@@ -19,6 +19,7 @@ from benchmarks.rewrite import AS_WRITTEN
 from benchmarks.workloads import WORKLOADS
 from jaxamp_like import amp
 from jaxamp_like._jax import raw, to_classic
+from tests.programs import error
 
 from .following import FOLLOWING
 
