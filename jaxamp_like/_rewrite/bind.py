@@ -21,7 +21,7 @@ from .._primitives.matmul_precision import (
 from .._rules import Demand, RematSource, author_dtype, saved, saved_on_tpus
 from .._rules.bilinear import in_dtype
 from .._rules.low_bits import LowBits, copy_of
-from .._structural import Facts, Plan, Scope, Step
+from .._structural import NO_PLAN, Facts, Plan, Scope, Step
 from .._structural.remat_mode import RematMode
 from .._structural.saved import mark_saved
 from .._structural.views import Views, rebind_view
@@ -47,11 +47,11 @@ from .recompute import (
 from .record import in_step_scope
 from .remat import (
     Region,
+    Schedule,
     as_region,
     is_centred,
     is_contraction_result,
     is_kept_anyway,
-    kept_whole,
     reading_of,
     schedule_of,
 )
@@ -74,6 +74,10 @@ class Binder:
         remat_mode: RematMode = RematMode.SAVE_ALL,
     ):
         self.planner = planner
+        self.plan = (
+            NO_PLAN  # of the program that is bound, unless that is a part of one
+        )
+        self.schedule = Schedule()
         self.env = env
         self.remat_mode = remat_mode
         self.casts: dict[tuple[Any, DType], Any] = {}
@@ -82,19 +86,10 @@ class Binder:
         # Casts made before a loop.
         self.hoisted_casts: dict[tuple[Any, DType], Any] = {}
         self.hoisted_weights: HoistedWeights = {}  # weights rounded before a loop
-        self.shared_quantised: frozenset[Any] = frozenset()  # see `Plan`
         self.quantised_operands: dict[Any, Any] = {}  # one for readers that round alike
         self.gathering = Gathering(Gathers())  # of rounded numbers
-        self.rounded_cotangents: Mapping[Any, int | None] = {}  # see `Schedule`
-        self.shared: frozenset[Any] = frozenset()  # see `Schedule`
         self.copies: dict[Any, Any] = {}  # in 8 bits, one for readers that round alike
-        self.kept_whole: frozenset[Any] = frozenset()  # not in 8 bits by regions
         self.read_again: dict[Any, Any] = {}  # inputs, one for all readers
-        # Of the program that is bound: how it keeps what contractions made, the facts
-        # of its variables, and what makes them.
-        self.saves: LowBits | None = None
-        self.facts: Mapping[Any, Any] = {}
-        self.makers: Mapping[Any, Step] = {}
         # Makes a binder. It is no method, so that a function which keeps it does not
         # keep the values of this binder alive.
         self.with_env = functools.partial(Binder, planner)
@@ -118,17 +113,11 @@ class Binder:
         binder.hoisted_casts = hoisted_casts or {}
         binder.hoisted_weights = hoisted_weights or {}
         schedule = schedule_of(plan, self.remat_mode.has_regions)
-        units, unit_drops, cotangents, binder.shared = schedule
-        binder.shared_quantised = plan.shared_quantised
+        is_loop = not self.remat_mode.is_straight_line
+        binder.plan = plan
+        binder.schedule = schedule.in_loop() if is_loop else schedule
         binder.gathering = Gathering(gathers_of(plan))
-        # Those with the number of an operand are for `residual_add`. It pays in
-        # straight-line code, where chains of sums are long.
-        if not self.remat_mode.is_straight_line:
-            cotangents = {v: i for v, i in cotangents.items() if i is None}
-        binder.rounded_cotangents = cotangents
-        binder.kept_whole = kept_whole(units, plan.facts)
-        binder.saves, binder.facts, binder.makers = plan.saves, plan.facts, plan.makers
-        for unit, drops in zip(units, unit_drops, strict=True):
+        for unit, drops in zip(schedule.units, schedule.last_reads, strict=True):
             if self.remat_mode == RematMode.REGIONS_UNDER_POLICY:
                 unit = as_region(unit)
             if isinstance(unit, Region):
@@ -244,7 +233,7 @@ class Binder:
         if author is None:
             return value
         held: DType = value.dtype if dtype is None else dtype
-        if atom in self.shared and bits(held) < bits(author):
+        if atom in self.schedule.shared and bits(held) < bits(author):
             return with_full_gradient(self.in_full(atom), self._in_dtype(atom, held))
         return self._in_dtype(atom, held)
 
@@ -280,7 +269,8 @@ class Binder:
 
         With a user's rule these are all inputs, else the results of contractions. Where
         a pole or a jump would magnify the rounding of a value, it is left out."""
-        how = step.match.saves or (self.saves and self.saves._replace(format="int8"))
+        saves, facts = self.plan.saves, self.plan.facts
+        how = step.match.saves or (saves and saves._replace(format="int8"))
         if how is None or not self.remat_mode.has_regions:
             return {}
         found: dict[Any, LowBits] = {}
@@ -288,10 +278,10 @@ class Binder:
             if isinstance(atom, Literal) or dtype is None:
                 continue
             is_ours = step.match.saves is not None or (
-                is_contraction_result(atom, self.makers)
+                is_contraction_result(atom, self.plan.makers)
                 and not is_centred(atom, {atom: [step]}, {step: 0})
             )
-            is_kept = is_kept_anyway(self.facts[atom]) or atom in self.kept_whole
+            is_kept = is_kept_anyway(facts[atom]) or atom in self.schedule.kept_whole
             if is_ours and not is_kept and how.pays_for(atom.aval, dtype):
                 reading = reading_of([atom], [step])
                 if not reading.is_steep:
@@ -309,7 +299,7 @@ class Binder:
     def shared_low_dtype(self, var: Any) -> DType | None:
         """The dtype of a low value that is read more than once, else `None`."""
         author = author_dtype(var.aval)
-        if author is None or var not in self.shared:
+        if author is None or var not in self.schedule.shared:
             return None
         dtype = self.env[var].dtype
         return dtype if bits(dtype) < bits(author) else None
@@ -369,7 +359,7 @@ class Binder:
             for i in range(len(eqn.invars))
         ]
         self.views.remember(step)
-        cotangents = self.rounded_cotangents
+        cotangents = self.schedule.rounded_cotangents
         rounded_cotangents = [cotangents[v] for v in eqn.outvars if v in cotangents]
         branch = next(iter(rounded_cotangents), None)
         if decision.bind is not None:
@@ -417,7 +407,7 @@ class Binder:
         if (step, i) in self.hoisted_weights:
             return self.hoisted_weights[step, i]
         how, key = step.decision.quantisers[i], step.quantised_operand_key(i)
-        if how is None or key not in self.shared_quantised:
+        if how is None or key not in self.plan.shared_quantised:
             return None
         if key not in self.quantised_operands:
             self.quantised_operands[key] = how(operand)

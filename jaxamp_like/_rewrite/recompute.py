@@ -21,7 +21,7 @@ from .._structural.remat_mode import RematMode
 from .._structural.saved import mark_saved
 from .casts import with_full_gradient
 from .deduplication import code_of
-from .remat import Region
+from .remat import Region, Schedule
 from .step_binder import StepBinder
 
 
@@ -34,7 +34,7 @@ def bind_region(outer: StepBinder, region: Region) -> list[Any]:
     code = (
         region.ends_in_loss,
         region.keeps_reductions,
-        code_of(region.steps, ins, region.outs, outer.rounded_cotangents),
+        code_of(region.steps, ins, region.outs, outer.schedule.rounded_cotangents),
     )
     run = outer.deduplicated(code, functools.partial(_recomputed_region, outer, region))
     with eqn_context(without_scopes(region.steps[0].eqn)):
@@ -51,11 +51,12 @@ def _recomputed_region(outer: StepBinder, region: Region) -> Callable[..., list[
     that are kept. Inside a loop there is nothing that XLA could merge the second run
     with."""
     # What is run again must not hold on to the outer binder, nor to its other values.
-    with_env, cotangents = outer.with_env, outer.rounded_cotangents
+    with_env = outer.with_env
+    schedule = Schedule(rounded_cotangents=outer.schedule.rounded_cotangents)
 
     def run(mode: RematMode, values: Iterable[Any]) -> list[Any]:
         binder = with_env(dict(zip(region.ins, values, strict=True)), mode)
-        binder.rounded_cotangents = cotangents
+        binder.schedule = schedule
         for step in region.steps:
             binder.env |= zip(step.eqn.outvars, binder.bind(step), strict=True)
         outs = []
@@ -128,7 +129,7 @@ def operands_in_8_bits(binder: StepBinder, step: Step) -> dict[int, LowBits]:
     return {
         i: how
         for i, how in enumerate(step.decision.residual_bits)
-        if how is not None and atoms[i] not in binder.kept_whole
+        if how is not None and atoms[i] not in binder.schedule.kept_whole
     }
 
 
@@ -195,7 +196,7 @@ def _read_again(binder: StepBinder, v: Any, low: DType | None) -> Any:
     Where a copy of the dtype `low` is kept for it, this is the value in full."""
     if low:
         return binder.in_full(v)
-    value, fact = binder.env[v], binder.facts.get(v)
+    value, fact = binder.env[v], binder.plan.facts.get(v)
     is_input = fact is not None and fact.remat_source == RematSource.INPUT
     if not is_input or not binder.merges_reads:
         return value

@@ -9,10 +9,11 @@ from typing import Any, Protocol
 from .._dtypes import DType
 from .._jax import Atom
 from .._rules.low_bits import LowBits
-from .._structural import HoistedWeights, Step
+from .._structural import HoistedWeights, Plan, Step
 from .._structural.remat_mode import RematMode
 from .._structural.views import Views
 from .deduplication import Deduplicated
+from .remat import Schedule
 
 
 class NewBinder(Protocol):
@@ -26,14 +27,13 @@ class NewBinder(Protocol):
 class StepBinder(Protocol):
     """The values of a program, by variable, and how its steps are bound on them."""
 
+    plan: Plan
+    schedule: Schedule
     env: dict[Any, Any]
     remat_mode: RematMode
     views: Views
     deduplicated: Deduplicated
     hoisted_weights: HoistedWeights
-    rounded_cotangents: Mapping[Any, int | None]
-    kept_whole: frozenset[Any]
-    facts: Mapping[Any, Any]
     read_again: dict[Any, Any]
 
     @property

@@ -1,6 +1,7 @@
 """Structural primitives: those that hold programs. One row of `STRUCTURAL` for each."""
 
 from .base import (
+    NO_PLAN as NO_PLAN,
     REMAT,
     SOLVER as SOLVER,
     Body as Body,

@@ -174,6 +174,9 @@ class Plan:
         return frozenset(key for key, count in read.items() if count > 1)
 
 
+NO_PLAN = Plan((), (), (), (), (), (), {}, None, frozenset())
+
+
 def steps_of(plan: Plan) -> Iterator[Step]:
     """The steps of a plan, at any depth."""
     for step in plan.steps:

@@ -28,7 +28,6 @@ from .eight_bits import (
     is_centred as is_centred,
     is_contraction_result as is_contraction_result,
     is_kept_anyway as is_kept_anyway,
-    kept_whole as kept_whole,
     reading_of as reading_of,
 )
 from .regions import (

@@ -10,6 +10,7 @@ from ..._rules import author_dtype
 from ..._structural import Plan, Step, steps_in
 from ..memo import Memo
 from .cost import fact_dtype, is_cheap_step, is_sharded, num_elements, saved_bytes_for
+from .eight_bits import kept_whole
 from .grouping import Grouping
 from .schedule import Region, Schedule, in_order, schedule
 
@@ -79,7 +80,8 @@ def _with_regions(plan: Plan) -> Schedule:
                 units.append(step)
     has_some = any(isinstance(unit, Region) for unit in units)
     ordered = reversed(units) if has_some else plan.steps
-    return schedule(ordered, outvars, grouping.rounded_cotangents())
+    found = schedule(ordered, outvars, grouping.rounded_cotangents())
+    return found._replace(kept_whole=kept_whole(units, facts))
 
 
 def _region(

@@ -50,12 +50,22 @@ class Schedule(NamedTuple):
     `rounded_cotangents` has the variables whose cotangents are rounded once: before
     they go anywhere or, where a number is given, only for that operand of a sum.
     `shared` are the variables of which JAX adds up several cotangents: they are read
-    more than once, and not in disjoint parts."""
+    more than once, and not in disjoint parts. `kept_whole` are those that a region
+    keeps for the backward pass, and not in 8 bits."""
 
-    units: tuple[Step | Region, ...]
-    last_reads: tuple[tuple[Any, ...], ...]
+    units: tuple[Step | Region, ...] = ()
+    last_reads: tuple[tuple[Any, ...], ...] = ()
     rounded_cotangents: Mapping[Any, int | None] = MappingProxyType({})
     shared: frozenset[Any] = frozenset()
+    kept_whole: frozenset[Any] = frozenset()
+
+    def in_loop(self) -> "Schedule":
+        """The same for the body of a loop.
+
+        Cotangents with the number of an operand are rounded by `residual_add`, which
+        pays in straight-line code, where chains of sums are long."""
+        found = self.rounded_cotangents.items()
+        return self._replace(rounded_cotangents={v: i for v, i in found if i is None})
 
 
 def schedule(
