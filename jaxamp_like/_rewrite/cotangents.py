@@ -1,21 +1,27 @@
-"""Which operands of an equation are cotangents: what a backward pass is linear in.
+"""Which operands of an equation are cotangents: values that a backward pass is linear in.
 
-Their place among the operands does not tell: JAX puts the cotangent first in a
-contraction that it transposes, and the author of a derivative rule where he likes. A
-float is a cotangent if an equation of a backward pass makes it of a cotangent, whatever
-else that equation reads: it has the range of the cotangent. A mask is no float, and so
-none. What a backward pass makes of other values alone is none, such as the scores that
-a rule computes again. Nor is what `jax.checkpoint` has it compute again: this is a
-forward pass, and reads no cotangent that comes in.
+Rules may round cotangents differently from other operands: float8 has a dtype of wider
+range for them. The place of an operand does not tell. JAX puts the cotangent first in
+a contraction that it transposes, but the author of a derivative rule may put it
+anywhere. So cotangents are followed through the program, from where they begin.
 
-A cotangent begins as an input of the backward rule that an author wrote. In code that
-JAX has transposed already, name stacks tell of each equation whether it is part of a
-forward pass (`jvp`), of its backward pass (`transpose(jvp)`), or stands outside. There
-a cotangent begins as the 1 that `jax.grad` hands over, or as what is made outside and
-not read by the forward pass, such as the argument of a function that `jax.vjp` gives.
-Where there is neither, it is what the first linear equation reads first. In a program
-that is part of a backward pass and is handed cotangents, no other value that it is
-handed is one."""
+How they spread: if an equation of a backward pass reads a cotangent, the floats that it
+makes are cotangents, whatever else it reads, since they have a cotangent's range. What
+a backward pass makes of other values alone is not one, such as the attention scores
+that a derivative rule computes again. Masks and indices are no floats, and so never
+are. What `jax.checkpoint` runs again is a forward pass, and reads no cotangents.
+
+Where they begin:
+
+- In a backward rule that an author wrote, they are inputs of the rule.
+- In a program that is part of a backward pass, the caller says which inputs are
+  cotangents; then no other input is one.
+- In code that JAX has transposed already, the name stack of each equation tells whether
+  it is of a forward pass (`jvp`), of its backward pass (`transpose(jvp)`) or of
+  neither. A cotangent is the 1 that `jax.grad` begins with, or a value that is made
+  outside of the forward pass and not read by it, such as the argument of a function
+  that `jax.vjp` returned. If there is no such value, it is the first operand of the
+  backward pass's first linear equation."""
 
 import itertools
 from collections import defaultdict
