@@ -1,4 +1,4 @@
-"""Which operands of an equation are cotangents: values that a backward pass is linear in.
+"""Which operands of an equation are cotangents, in which a backward pass is linear.
 
 Rules may round cotangents differently from other operands: float8 has a dtype of wider
 range for them. The place of an operand does not tell. JAX puts the cotangent first in

@@ -1,6 +1,6 @@
 """The mean of gradients over devices, which send each other few bits."""
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -29,7 +29,7 @@ class LowBitMeanState(NamedTuple):
 
 @showing_call('low_bit_mean("data", "int8")')
 def low_bit_mean(
-    axis_name: Hashable | tuple[Hashable, ...],
+    axis_name: Hashable | Sequence[Hashable],
     format: str = "int8",
     *,
     block: int = 256,
@@ -75,11 +75,12 @@ def low_bit_mean(
 
     Errors are fed back as in Seide et al. (Interspeech 2014); that the sender of a mean
     keeps its error too is of Tang et al. (arXiv:1905.05957)."""
-    axes = axis_name if isinstance(axis_name, tuple) else (axis_name,)
+    axes = tuple(axis_name) if isinstance(axis_name, tuple | list) else (axis_name,)
     check_settings(format, block=(block, 16), min_size=(min_size, 0))
+    least = max(min_size, 1)  # an empty array has no blocks
 
     def is_low(x: Any) -> bool:
-        return is_array_or_shape(x) and is_float(x.dtype) and x.size >= min_size
+        return is_array_or_shape(x) and is_float(x.dtype) and x.size >= least
 
     @hiding_frames
     def init(params: Any) -> LowBitMeanState:
@@ -129,7 +130,9 @@ def _mean(
 ) -> tuple[Any, Any]:
     """The mean of an array over devices, and what this device is to add next time.
 
-    Each device adds up the row of its own index."""
+    Each device adds up the row of its own index. One alone rounds nothing."""
+    if size == 1:
+        return x, error
     full = x.astype(_wide(x.dtype))
     if error is not None:
         full = full + error[0]
