@@ -173,6 +173,12 @@ def variables(atoms: Iterable[Atom]) -> list[Any]:
     return [atom for atom in atoms if not isinstance(atom, Literal)]
 
 
+def is_copy(primitive: Primitive, known: Primitive) -> bool:
+    """Whether a primitive of the name of one of JAX's has its implementation, too."""
+    impls = [getattr(p.impl, "func", p.impl) for p in (primitive, known)]
+    return impls[0] is impls[1]
+
+
 def subjaxprs(params: dict[str, Any]) -> Iterator[Jaxpr]:
     """The jaxprs among an equation's parameters."""
     return jaxprs_in(hi_params(params))
@@ -246,6 +252,10 @@ def _of_pmap() -> frozenset[Any]:
 def _manual_axes(params: dict[str, Any]) -> Any:
     # `manual_axes` is called `newly_manual_axes` since JAX 0.10.
     return params.get("newly_manual_axes", params.get("manual_axes"))
+
+
+COND_FORWARDS_INPUTS = jax.__version_info__ >= (0, 12)
+"""Whether the backward pass of a `cond` reads inputs of the forward pass themselves."""
 
 
 def varying_over(x: Any, axes: Sequence[str]) -> Any:

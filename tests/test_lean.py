@@ -667,6 +667,49 @@ def test_what_many_views_lead_to_is_kept_low():
     )
 
 
+@pytest.mark.parametrize(
+    "branches",
+    (
+        lambda w, i: (lambda x: x, lambda x: x + jnp.tanh(x @ w[i])),
+        lambda w, i: tuple(lambda x, k=k: x + jnp.tanh(x @ w[k]) for k in range(3)),
+        lambda w, i: (lambda x: x, lambda x: jnp.tanh(x @ w[2] ** 2)),
+        lambda w, i: (lambda x: x, jax.jit(lambda x: jnp.sin(x @ w[i]) * w[i, 0] ** 2)),
+    ),
+)
+def test_a_branch_in_a_loop_keeps_no_more_than_as_written(branches):
+    """Up to JAX 0.11, what a branch reads again is copied for each iteration."""
+
+    def loss(w, x):
+        def body(x, i):
+            choices = branches(w, i)
+            return lax.switch(i % len(choices), choices, x), None
+
+        return jnp.mean(lax.scan(body, x, jnp.arange(8))[0] ** 2)
+
+    w, x = jnp.full((8, 16, 16), 0.02), jnp.ones((4, 16))
+    mixed = amp(loss, compute_dtype="bfloat16")
+
+    def size(fn):
+        return sum(measure.saved_bytes(fn, w, x).values())
+
+    assert size(mixed) <= size(loss)
+    assert error(jax.grad(mixed)(w, x), jax.grad(loss)(w, x)) < 0.02
+
+
+def test_what_is_split_into_many_parts_does_not_make_the_program_quadratic():
+    def loss(p, x):
+        for w in jnp.split(p, p.size // 64):
+            x = jnp.tanh(x @ w.reshape(8, 8))
+        return jnp.mean(x)
+
+    def equations(layers: int) -> int:
+        args = jnp.full(64 * layers, 0.1), jnp.ones((4, 8))
+        jaxpr = jax.make_jaxpr(jax.grad(amp(loss, compute_dtype="bfloat16")))(*args)
+        return sum(len(eqn.outvars) for eqn, _ in measure.walk(jaxpr))
+
+    assert equations(80) < 2.2 * equations(40)
+
+
 def test_an_index_of_a_view_is_no_number_to_cast():
     """The table's cast is made before the loop, and sliced in it at literal indices."""
     table = jr.normal(jr.key(0), (6, 4))

@@ -712,6 +712,16 @@ def test_what_is_not_finite_stays_so(getkey):
     assert np.array_equal(got, x, equal_nan=True)
 
 
+@pytest.mark.parametrize("sign", [1, -1])
+def test_a_sum_above_the_largest_number_becomes_that_number(sign, getkey):
+    largest = jnp.finfo(jnp.bfloat16).max
+    x = jnp.full(4, sign * largest)
+    updates = sign * jnp.array([3e36, 3e38, 1.0, jnp.inf], jnp.float32)
+    got = apply_updates(x, updates, key=getkey())
+    assert got.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(got, sign * jnp.array([largest] * 3 + [jnp.inf]))
+
+
 def test_other_leaves_are_as_with_optax(getkey):
     params = {
         "w": jnp.ones(3),

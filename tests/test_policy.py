@@ -1,10 +1,12 @@
 """Which rule an equation gets, and what is said of a policy that can't be followed."""
 
 import asyncio
+import copy
 import re
 import warnings
 from contextvars import ContextVar
 
+import cloudpickle
 import jax
 import jax.extend as jex
 import jax.extend.core.primitives as primitives
@@ -204,6 +206,30 @@ def test_transforms_do_not_hide_scopes(transform, w):
 @amp_stop
 def stopped(w):
     return w @ w
+
+
+@pytest.mark.parametrize(
+    "copied", (copy.deepcopy, lambda x: cloudpickle.loads(cloudpickle.dumps(x)))
+)
+def test_copies_of_a_policy_are_for_the_same_primitives(copied):
+    policy = default_amp_policy | {lax.exp_p: use_compute_precision}
+
+    def program(policy):
+        mixed = amp(jnp.exp, compute_dtype="bfloat16", amp_policy=policy)
+        return str(jax.make_jaxpr(mixed)(jnp.ones(3)))
+
+    assert "bf16[3] = exp" in program(policy)
+    assert program(copied(policy)) == program(policy)
+
+
+def test_another_primitive_of_the_same_name_is_no_copy():
+    mine = jex.core.Primitive("exp")
+    mine.def_impl(jnp.exp)
+    mine.def_abstract_eval(lambda x: x)
+    rules = {mine: use_compute_precision}
+    with pytest.warns(AmpWarning, match="exp"):
+        mixed = amp(jnp.exp, compute_dtype="bfloat16", amp_policy=rules)
+        assert "bf16" not in str(jax.make_jaxpr(mixed)(jnp.ones(3)))
 
 
 @pytest.mark.parametrize(

@@ -602,6 +602,53 @@ def test_what_jumps_is_run_again_from_what_the_forward_pass_read(steep):
     assert ours < 1.2 * true
 
 
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize(
+    "choice",
+    (
+        lambda h: jnp.max(h, -1),
+        lambda h: jnp.min(jnp.tanh(h), 0),
+        lambda h: jnp.max(jax.nn.gelu(h), -1),
+        lambda h: lax.cummax(h, 1),
+        lambda h: lax.reduce_window(h, -jnp.inf, lax.max, (1, 4), (1, 4), "VALID"),
+        lambda h: jnp.maximum(h, h[::-1]),
+        lambda h: jnp.clip(h, -0.5, 0.5),
+        lambda h: jnp.clip(jax.nn.sigmoid(h), 0.2, 0.8),
+        lambda h: jnp.where(h > 0.3, h, 0.0),
+    ),
+)
+def test_a_choice_by_size_is_made_again_by_the_sizes_that_it_was_made_by(choice, form):
+    """A rounding by 6 % makes ties, and another number the largest one."""
+
+    def fn(w):
+        with jax.named_scope("layer"):
+            return jnp.mean(choice(XS @ w) ** 2)
+
+    policy = named(saving_low(form), "layer")
+    true = gradient_errors(fn, W, False)
+    assert gradient_errors(fn, W, False, amp_policy=policy) < true + 0.05
+    assert gradient_errors(fn, W, form) < true + 0.01
+
+
+@pytest.mark.parametrize(
+    "fn",
+    (
+        jax.nn.softmax,
+        lambda h: jax.nn.logsumexp(h, -1),
+        jax.nn.log_softmax,
+        jax.nn.relu,
+        lambda h: jax.jit(jax.nn.logsumexp)(h),
+    ),
+)
+def test_a_choice_that_nothing_differentiates_does_not_count(fn):
+    def loss(w, xs):
+        return jnp.sum(fn(xs @ w) * 1.5)
+
+    low = amp(loss, compute_dtype="bfloat16", lean="int8")
+    dtypes = kept(low, W, XS)
+    assert "int8" in dtypes and "bfloat16" not in dtypes
+
+
 @pytest.mark.parametrize("gate", (jax.nn.relu, jax.nn.leaky_relu, jnp.abs))
 def test_signs_of_small_numbers_beside_large_ones(gate):
     def fn(w):

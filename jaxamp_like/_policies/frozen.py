@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from .._errors import AmpError
-from .._jax import Primitive
+from .._jax import Primitive, is_copy
 from .._rules import Match, Rule, UseOriginalPrecision, use_original_precision
 from .._rules.user_rules import as_rule
 from .dictionary import (
@@ -61,6 +61,7 @@ class FrozenRules(Mapping[Key, Rule]):
         checked = []
         for key, value in rules.items():
             refuse_bad_key(key, argument)
+            key = original_of(key) if isinstance(key, Primitive) else key
             checked.append((key, as_rule(value, f"{argument}[{show_key(key)}]")))
         if in_order:
             checked.sort(key=lambda item: _order(normal_key(item[0])))
@@ -259,6 +260,12 @@ def _order(key: Key) -> tuple[int, str]:
     if isinstance(key, str):
         return (3, "") if key == AMP_DEFAULT else (1, key)
     return 0, key.name
+
+
+def original_of(primitive: Primitive) -> Primitive:
+    """JAX's own primitive, of a copy as `deepcopy` and `cloudpickle` make one."""
+    known = EXPORTED.get(primitive.name, primitive)
+    return known if is_copy(primitive, known) else primitive
 
 
 def primitive_name(primitive: Primitive) -> str:

@@ -3,7 +3,7 @@
 import math
 from typing import Any
 
-from .._jax import Eqn
+from .._jax import Atom, Eqn, Literal
 from .contractions import is_contraction
 from .table import Kind, those
 
@@ -21,6 +21,9 @@ WHOLE_VIEWS = those(lambda row: row.view and row.whole and not row.identity)
 
 MOVING_VIEWS = those(lambda row: row.view and row.moves)
 """Views that leave the dtype as it is."""
+
+PART_VIEWS = those(lambda row: row.view and row.moves and not row.whole)
+"""Views of some numbers of an operand."""
 
 MOVES = those(lambda row: row.moves)
 """Primitives whose results hold numbers of their operands, and no others."""
@@ -40,11 +43,17 @@ LINEAR = those(lambda row: row.linear)
 KEEPING_INPUTS = those(lambda row: row.keeps_inputs)
 """Primitives whose derivative is made of their operands, not of their result."""
 
+EXTREMES = those(lambda row: row.kind == Kind.EXTREME)
+"""Primitives that select by size: their derivatives jump, and they don't."""
+
 REDUCTIONS = those(lambda row: row.reduces)
 """Primitives that make one number of many."""
 
 RANKING = those(lambda row: row.ranks)
 """Primitives that choose by size: a rounding may change what they choose."""
+
+JUMPING = EXTREMES | those(lambda row: row.kind in (Kind.CHOICE, Kind.SORT))
+"""Primitives of which the result or the derivative jumps."""
 
 STEEP = those(lambda row: row.steep)
 """Primitives that have poles or jump; see `steep_operands`."""
@@ -97,15 +106,24 @@ def may_repeat(name: str, params: dict[str, Any]) -> bool:
 
 
 def steep_operands(eqn: Eqn) -> list[int]:
-    """The operands of an equation in which it has a pole, or jumps."""
+    """The operands of an equation in which it, or its derivative, has a pole or jumps.
+
+    A comparison jumps where its operands are equal. If one is 0, it asks for a sign,
+    which is kept."""
     name, operands = eqn.primitive.name, eqn.invars
     if name not in STEEP or (name == "integer_pow" and eqn.params["y"] > 0):
+        return []
+    if name in ASKING_SIGNS and any(map(_is_zero_or_inf, operands)):
         return []
     if name == "ne" and operands[0] is operands[1]:
         return []  # asks for NaN
     if name in ("div", "pow"):
         return [1] if name == "div" else [0]
     return [*range(len(operands))]
+
+
+def _is_zero_or_inf(atom: Atom) -> bool:
+    return isinstance(atom, Literal) and (atom.val == 0 or abs(atom.val) == math.inf)
 
 
 _MANY = 16

@@ -171,17 +171,20 @@ def _movement() -> Iterator[tuple[str, Row]]:
 
 
 def _selection() -> Iterator[tuple[str, Row]]:
-    yield "max min", Row(Kind.EXTREME, cheap=True, broadcasts=True, asks_sign=True)
-    yield "reduce_max reduce_min", Row(Kind.EXTREME, cheap=True, reduces=True)
-    yield "clamp", Row(Kind.EXTREME, cheap=True)
-    yield "cummax cummin", Row(Kind.EXTREME)
+    def extreme(**columns: bool) -> Row:
+        return Row(Kind.EXTREME, steep=True, **columns)
+
+    yield "max min", extreme(cheap=True, broadcasts=True, asks_sign=True)
+    yield "reduce_max reduce_min", extreme(cheap=True, reduces=True)
+    yield "clamp", extreme(cheap=True)
+    yield "cummax cummin", extreme()
     yield (  # where windows overlap
         "reduce_window_max reduce_window_min",
-        Row(Kind.EXTREME, fans_out=True, repeats=True),
+        extreme(fans_out=True, repeats=True),
     )
     yield "sign ceil floor round", Row(Kind.CHOICE, cheap=True, steep=True)
     yield "is_finite", Row(Kind.CHOICE, cheap=True)
-    yield "lt le gt ge", Row(Kind.CHOICE, cheap=True, asks_sign=True)
+    yield "lt le gt ge", Row(Kind.CHOICE, cheap=True, asks_sign=True, steep=True)
     yield "eq ne", Row(Kind.CHOICE, cheap=True, steep=True)
     yield "eq_to lt_to le_to", Row(Kind.CHOICE, cheap=True)
     yield "argmax argmin", Row(Kind.CHOICE, cheap=True, ranks=True, steep=True)

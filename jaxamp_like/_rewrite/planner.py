@@ -52,6 +52,7 @@ from .._rules import (
     Fact,
     Match,
     Origin,
+    RematSource,
     Rule,
     Site,
     author_dtype,
@@ -298,7 +299,8 @@ class Planner:
         decision = decision._replace(out_facts=outs)
         decision = self._with_residual_bits(eqn, site, match, decision, opaque)
         cast = {
-            i: fact.remat_source
+            # A copy is low.
+            i: RematSource.NONE if fact.is_copied else fact.remat_source
             for i, (fact, dtype) in enumerate(zip(facts, decision.reads, strict=True))
             if fact
             and fact.remat_source

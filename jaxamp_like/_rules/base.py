@@ -131,6 +131,7 @@ class Fact(NamedTuple):
     origin: Origin = Origin.DATA
     partners: frozenset[Partner] = frozenset()  # as far as they are known
     is_transposed: bool = False  # a view whose last axis is another than the value's
+    is_copied: bool = False  # by a branch that it goes into, for the backward pass
 
     @property
     def saved_dtype(self) -> DType | None:

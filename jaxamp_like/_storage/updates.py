@@ -114,9 +114,13 @@ def apply_updates(
         dtype = jnp.asarray(p).dtype
         if not (is_float(dtype) and dtype.itemsize < 4):
             return jnp.asarray(p + u).astype(dtype)
-        total = p.astype(jnp.float32) + jnp.asarray(u).astype(jnp.float32)
+        full, u = (jnp.asarray(x).astype(jnp.float32) for x in (p, u))
+        total = full + u
         if seed is None:
             return total.astype(dtype)
+        # A sum of bfloat16's largest numbers may be beyond float32's.
+        is_finite = jnp.isfinite(full) & jnp.isfinite(u)
+        total = jnp.where(is_finite, jnp.nan_to_num(total), total)
         chance = chances(total.shape, mixed(seed + np.uint32(number)))
         return rounded_by(total, dtype, chance)
 

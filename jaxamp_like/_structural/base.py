@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Protocol
 
 from .._dtypes import DType
 from .._jax import Atom, Eqn, EqnContext, Jaxpr, Literal, raw, variables
+from .._primitives import PART_VIEWS
 from .._rules import Decision, Demand, Fact, Match, RematSource, Site, author_dtype
 from .._rules.low_bits import LowBits
 from .remat_mode import RematMode
@@ -105,6 +106,12 @@ class Step:
     def out_dtypes(self) -> tuple[DType | None, ...]:
         """The dtypes in which its results are held; `None` for what is no float."""
         return dtypes_of(self.decision.out_facts)
+
+    @property
+    def is_part_of_copy(self) -> bool:
+        """Whether it shows a part of what the backward pass has to copy whole."""
+        is_copied = any(fact and fact.is_copied for fact in self.decision.out_facts)
+        return is_copied and self.eqn.primitive.name in PART_VIEWS
 
     @property
     def variables_read(self) -> list[Any]:

@@ -3,7 +3,7 @@
 from typing import Any
 
 from .._dtypes import widest
-from .._jax import Eqn, bind, eqn_context
+from .._jax import COND_FORWARDS_INPUTS, Eqn, bind, eqn_context
 from .._rules import Fact, Site
 from .._rules.weights import joined
 from .base import (
@@ -24,6 +24,10 @@ def cond_bodies(eqn: Eqn) -> list[Body]:
 
 def decide_cond(planner: Planner, eqn: Eqn, site: Site):
     facts = as_body_inputs(site.facts[1:])
+    if not COND_FORWARDS_INPUTS:
+        # What the backward pass reads of an input is a result of the forward pass, a
+        # copy of it, and in a loop one for each iteration.
+        facts = tuple(fact and fact._replace(is_copied=True) for fact in facts)
     inner = tuple(
         planner.plan(branch, facts, site.scope, site.wanted)
         for branch in eqn.params["branches"]

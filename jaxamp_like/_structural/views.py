@@ -14,6 +14,7 @@ from .base import Plan, Step
 
 # A longer chain of views is not made again for each of its readers: in a loop that
 # slices what the last iteration has left of a parameter, tracing would be quadratic.
+# So it would be for the parts into which a parameter is split, which are views each.
 _MOST_VIEWS = 32
 
 
@@ -28,7 +29,8 @@ class Views:
         self.kept: set[Any] = set()
 
     def remember(self, step: Step) -> None:
-        if any(fact and fact.remat_source for fact in step.decision.out_facts):
+        is_known = any(fact and fact.remat_source for fact in step.decision.out_facts)
+        if is_known and not step.is_part_of_copy:
             self.makers |= dict.fromkeys(step.eqn.outvars, step)
             self.kept.update(step.variables_read)
 
@@ -41,10 +43,12 @@ class Views:
         """The inputs that `atoms` are views of, and the steps that lead to them.
 
         Views that are not to be followed count as inputs. If more than `most` views for
-        each of `atoms` lead to them, all `atoms` do."""
+        each of `atoms` lead to them, all `atoms` do. What is split counts as a view for
+        each of its parts."""
         roots: dict[Any, None] = {}
         found: set[Step] = set()
         chain: list[Step] = []
+        count = 0
         # A view comes after its operands.
         todo: list[Any] = [*reversed(atoms)]
         while todo:
@@ -56,7 +60,8 @@ class Views:
                 if view is None or not follow(view):
                     roots[atom] = None
                 elif view not in found:
-                    if len(found) == most * len(atoms):
+                    count += len(view.eqn.outvars)
+                    if count > most * len(atoms):
                         return list(dict.fromkeys(variables(atoms))), []
                     found.add(view)
                     todo += view, *reversed(view.eqn.invars)

@@ -10,15 +10,17 @@ In 8 bits a number may be off by a part of the largest one of its block. A logar
 quotient and whatever else has a pole or jumps would magnify that without bound: what
 they read stays in 16 bits. See `reading_of`."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..._jax import Literal, is_inexact
+from ..._jax import Literal, is_inexact, variables
 from ..._primitives import (
     ADDING,
     ASKING_SIGNS,
     CONTRACTIONS,
+    EXTREMES,
+    JUMPING,
     LINEAR,
     LOOKUPS,
     MOVES,
@@ -28,7 +30,7 @@ from ..._primitives import (
 )
 from ..._rules import Fact, RematSource
 from ..._rules.low_bits import LowBits
-from ..._structural import Step, steps_in
+from ..._structural import Plan, Step, steps_in
 from .schedule import Region
 
 _SUMS = frozenset({"reduce_sum", "psum", "psum2", "psum_invariant"})
@@ -98,7 +100,7 @@ class Reading:
 def reading_of(variables: Iterable[Any], steps: Iterable[Step]) -> Reading:
     """What some steps, in the order in which they run, make of values."""
     reading = Reading()
-    _read(dict.fromkeys(variables, True), steps, reading)
+    _read(dict.fromkeys(variables, _IN_ROWS), [*steps], reading)
     return reading
 
 
@@ -106,12 +108,42 @@ _SCALING = MOVES | LINEAR | ADDING | ASKING_SIGNS
 _SCALING |= {"abs", "clamp", "mul", "div", "square", "integer_pow", "cumsum"}
 
 
-def _read(like: dict[Any, bool], steps: Iterable[Step], reading: Reading) -> None:
+def _stopped(steps: Sequence[Step]) -> set[Any]:
+    """The variables that only lead to `stop_gradient`, as the maximum in a softmax."""
+    read: set[Any] = set()
+    read_on: set[Any] = set()  # by what a derivative may go through
+    for step in reversed(steps):
+        is_stopped = all(v in read and v not in read_on for v in step.eqn.outvars)
+        read.update(step.variables_read)
+        if step.eqn.primitive.name != "stop_gradient" and not is_stopped:
+            read_on.update(step.variables_read)
+    return read - read_on
+
+
+def _needed(plan: Plan) -> list[Step]:
+    """The steps of a plan that its results are made of."""
+    read = {*variables(plan.outvars)}
+    found: list[Step] = []
+    for step in reversed(plan.steps):
+        if not read.isdisjoint(step.eqn.outvars):
+            read.update(step.variables_read)
+            found.append(step)
+    return found[::-1]
+
+
+_MADE, _SCALED, _IN_ROWS = range(3)
+
+
+def _read(like: dict[Any, int], steps: Sequence[Step], reading: Reading) -> None:
     """Adds what `steps` make of values whose size follows that of a row's numbers.
 
-    `like` has these values, and whether their last axis is still that of the rows. The
-    size of an exponential or of a `tanh` does not follow, nor does that of a row's sum:
-    what is small in a row counts little in it. `like` gains such values of `steps`."""
+    `like` has these values, as `_IN_ROWS` if their last axis is still that of the rows,
+    else as `_SCALED`; and as `_MADE` what is made of them in another way. The size of
+    an exponential or of a `tanh` does not follow, nor does that of a row's sum: what is
+    small in a row counts little in it. `like` gains such values of `steps`.
+
+    A pole counts in what follows in size, and a jump in all that is made of a value."""
+    stopped = _stopped(steps)
     for step in steps:
         eqn, name = step.eqn, step.eqn.primitive.name
         places = {i: a for i, a in enumerate(eqn.invars) if not isinstance(a, Literal)}
@@ -123,8 +155,8 @@ def _read(like: dict[Any, bool], steps: Iterable[Step], reading: Reading) -> Non
             if plan is None or len(plan.invars) != len(eqn.invars):
                 reading.is_steep = True  # it is not known what is made of it
                 continue
-            inside = {plan.invars[i]: rows for i, rows in found.items()}
-            _read(inside, plan.steps, reading)
+            inside = {plan.invars[i]: how for i, how in found.items()}
+            _read(inside, _needed(plan), reading)
             pairs = zip(eqn.outvars, plan.outvars, strict=True)
             like |= {
                 out: inside[u]
@@ -132,25 +164,33 @@ def _read(like: dict[Any, bool], steps: Iterable[Step], reading: Reading) -> Non
                 if not isinstance(u, Literal) and u in inside
             }
             continue
-        reading.is_steep |= any(i in found for i in steep_operands(eqn))
-        reading.asks_signs |= name in ASKING_SIGNS or name == "abs"
-        shape = eqn.invars[min(found)].aval.shape
-        rows = all(found.values())
-        if name in REDUCTIONS:
-            axes = eqn.params["axes"]
-            if len(axes) == len(shape):
-                continue
-            if rows and len(shape) - 1 in axes:
-                reading.rows.add(shape[-1])
-                continue
-            rows = False
-        elif name == "transpose":
-            rows = rows and eqn.params["permutation"][-1] == len(shape) - 1
-        elif name in LOOKUPS:
-            rows = False
-        elif name not in _SCALING:
-            continue
-        like |= {v: rows for v in eqn.outvars if is_inexact(v.aval)}
+        scaled = {i: how for i, how in found.items() if how != _MADE}
+        if name not in EXTREMES or not stopped.issuperset(eqn.outvars):
+            of = found if name in JUMPING else scaled
+            reading.is_steep |= any(i in of for i in steep_operands(eqn))
+        how = _made_of(scaled, step, reading) if scaled else _MADE
+        like |= {v: how for v in eqn.outvars if is_inexact(v.aval)}
+
+
+def _made_of(found: dict[int, int], step: Step, reading: Reading) -> int:
+    """How a step's results follow those of its operands that a row's numbers scale."""
+    eqn, name = step.eqn, step.eqn.primitive.name
+    reading.asks_signs |= name in ASKING_SIGNS or name == "abs"
+    shape = eqn.invars[min(found)].aval.shape
+    how = min(found.values())
+    if name in REDUCTIONS:
+        axes = eqn.params["axes"]
+        if len(axes) == len(shape):
+            return _MADE
+        if how == _IN_ROWS and len(shape) - 1 in axes:
+            reading.rows.add(shape[-1])
+            return _MADE
+        return _SCALED
+    if name == "transpose":
+        return how if eqn.params["permutation"][-1] == len(shape) - 1 else _SCALED
+    if name in LOOKUPS:
+        return _SCALED
+    return how if name in _SCALING else _MADE
 
 
 def is_centred(

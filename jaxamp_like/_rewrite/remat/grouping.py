@@ -59,7 +59,9 @@ class Grouping:
         eqns: dict[Any, list[Any]] = {
             v: [step.eqn for step in read] for v, read in self.readers.items()
         }
-        for v in variables(plan.outvars):
+        outs = variables(plan.outvars)
+        self._outs = {*outs}
+        for v in outs:
             eqns.setdefault(v, []).append(None)
         self.shared = shared(eqns)
         inputs = [v for v in facts if v not in self.maker]
@@ -84,7 +86,7 @@ class Grouping:
         if is_active:
             self.active.update(outs)
         cheap = is_cheap_step(step) and not looks_up(step, self.facts)
-        if not cheap:
+        if not cheap or step.is_part_of_copy:
             depth += 1
         elif all(v in self.free_vars for v in operands) and (
             not is_active or step.eqn.primitive.name in VIEWS
@@ -174,6 +176,7 @@ class Grouping:
         is_rounded = is_gate_sum or is_contraction_result(v, self.maker)
         if asked is None and not is_rounded:
             return None
+        group = [step for step in group if self._is_used(step)]
         reading = reading_of([v], group)
         if reading.is_steep:
             return None
@@ -183,6 +186,10 @@ class Grouping:
             paid = (read & self.active) - self.free_vars
             reading.rows = reading_of(paid, group).rows
         return reading.fitting(how, v.aval.shape[-1])
+
+    def _is_used(self, step: Step) -> bool:
+        """Whether anything reads a result of a step, as nothing reads some signs."""
+        return any(v in self.readers or v in self._outs for v in step.eqn.outvars)
 
     def _gate_dtype(self, v: Any) -> DType | None:
         """The dtype of a low copy of `v`, a sum of two products that only gates read.
