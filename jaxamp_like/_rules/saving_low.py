@@ -82,8 +82,9 @@ def saving_low(rule: Any, block: int | None = None) -> Rule:
     the last axis share a scale. int8 errs least, by about 0.6 % of a block's numbers,
     float8_e4m3fn by 2.6 % of each, float8_e5m2 by 5 %. Under the name of a scope it
     also holds for sums, such as a residual stream, which `amp(fn, lean="int8")` leaves
-    alone. Arrays of less than 32 numbers stay as they are, and so does what something
-    with a pole or a jump reads, such as `log`, a denominator or `round`, and what
+    alone. Arrays of less than 32 numbers stay as they are. So does what something with
+    a pole or a jump reads, such as `log`, a denominator or `round`, or something whose
+    derivative jumps elsewhere than at 0, such as a maximum or a clip; and what
     contractions of rules such as `float8` keep in 8 bits already. What is kept so can't
     be differentiated again: where `amp` sees a second derivative, it keeps 16 bits.
 
