@@ -365,6 +365,14 @@ def sharded_like(x: Any, other: Any) -> Any:
     return _reshard(x, NamedSharding(mesh, spec))
 
 
+def whole(x: Any) -> Any:
+    """`x`, gathered along the `Explicit` axes that it is sharded along."""
+    sharding = jax.typeof(x).sharding
+    if not any(_parts(sharding.spec)):
+        return x
+    return _reshard(x, NamedSharding(sharding.mesh, PartitionSpec(*(None,) * x.ndim)))
+
+
 def _reshard(x: Any, sharding: NamedSharding) -> Any:
     if hasattr(jax.sharding, "reshard"):
         return jax.sharding.reshard(x, sharding)

@@ -11,7 +11,7 @@ import pytest
 from jax import lax
 from jax.sharding import AxisType, PartitionSpec as P
 
-from jaxamp_like import amp
+from jaxamp_like import amp, enable_amp
 from jaxamp_like._jax import equations, varying_over
 from jaxamp_like.storage import LowBitMeanState, low_bit_mean
 from tests.programs import error
@@ -218,17 +218,72 @@ def test_where_types_do_not_tell_what_varies(how):
 def test_one_device_rounds_nothing():
     mean = low_bit_mean(["data"], "int4")
     mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))
-    specs = {"mesh": mesh, "in_specs": P("data"), "out_specs": P("data")}
+    specs = {"mesh": mesh, "in_specs": P(), "out_specs": P("data")}
     state = jax.shard_map(mean.init, **specs)(PARAMS)
-    grads = drawn(0)["w"][0]
+    grads = drawn(0)["w"][:1]
     means, state = jax.shard_map(
-        lambda g, s: mean.update({**PARAMS, "w": g}, s),
+        lambda g, s: mean.update(jax.tree.map(lambda x: x[0], g), s),
         mesh=mesh,
         in_specs=(P("data"), P("data")),
-        out_specs=(P("data"), P("data")),
-        check_vma=False,
-    )(grads, state)
-    np.testing.assert_array_equal(means["w"], grads)
+        out_specs=(P(), P("data")),
+    )({n: p[None] for n, p in PARAMS.items()} | {"w": grads}, state)
+    np.testing.assert_array_equal(means["w"], grads[0])
+
+
+def test_arrays_that_are_split_along_other_axes():
+    kinds = (AxisType.Explicit,) * 2
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=kinds)
+    place = jax.sharding.NamedSharding(mesh, P("data", None, "model"))
+    grads = jax.device_put(np.asarray(jr.normal(jr.key(0), (4, 64, 128))), place)
+    mean = low_bit_mean("data")
+
+    def averaged(grads):
+        state = mean.init(grads[0])
+        return mean.update(grads[0], state)
+
+    run = jax.shard_map(
+        averaged,
+        mesh=mesh,
+        in_specs=P("data"),
+        out_specs=(P(), P("data")),
+        axis_names={"data"},
+    )
+    means, state = jax.jit(run)(grads)
+    assert error(means, grads.mean(0)) < FORMATS["int8"][1]
+    assert state.errors.shape == grads.shape
+    for x in (means, state.errors):
+        assert x.sharding.spec[-1] == "model"
+
+
+def test_gradients_of_an_optimizer_that_scales_the_loss():
+    w = jnp.ones((64, 64))
+    mean, axis = low_bit_mean("data"), "data"
+
+    def loss(w: Any, x: Any) -> Any:
+        return jnp.mean((x @ w) ** 2)
+
+    mixed, tx = enable_amp(
+        loss, optax.sgd(0.1), compute_dtype="float16", axis_name=axis
+    )
+
+    def step(w: Any, opt_state: Any, state: Any, x: Any) -> Any:
+        own = varying_over(w, (axis,))
+        _, grads = tx.value_and_grad(mixed, opt_state)(own, x)
+        grads, state = mean.update(grads, state)
+        updates, opt_state = tx.update(grads, opt_state, w)
+        return optax.apply_updates(w, updates), opt_state, state
+
+    specs = (P(), P(), P(axis), P(axis)), (P(), P(), P(axis))
+    run = on_devices(step, axis, *specs)
+    x = jr.normal(jr.key(0), (N, 64))
+    state = started(mean, axis, w)
+    new, opt_state, state = run(w, tx.init(w), state, x)
+    exact = w - 0.1 * jax.grad(loss)(w, x)
+    assert error(new - w, exact - w) < FORMATS["int8"][1]
+    bad = x.at[3, 0].set(jnp.inf)  # on one device
+    skipped, _, after = run(new, opt_state, state, bad)
+    np.testing.assert_array_equal(skipped, new)
+    np.testing.assert_array_equal(after.errors, state.errors)
 
 
 def test_mistakes():

@@ -62,20 +62,24 @@ def all_agree(finite: Array, axis_name: AxisName = None, like: Any = None) -> Ar
     return lax.pmin(finite.astype(jnp.int32), axes).astype(bool)
 
 
-def warn_of_unnamed_axes(axis_name: AxisName, instead: str) -> None:
+def warn_of_unnamed_axes(axis_name: AxisName, instead: str, scale: Any = None) -> None:
     """Warns if devices along an axis that `axis_name` leaves out decide alone.
 
     Args:
         axis_name: the axes that are named; `()` says that none is wanted.
-        instead: what to do; `{axis_name}` and `{axis}` stand for the axes."""
+        instead: what to do; `{axis_name}` and `{axis}` stand for the axes.
+        scale: if it is known to differ from device to device, these decide alone."""
     axes = _named_by(axis_name)
-    untracked = sorted(_untracked() - {*axes}, key=str)
-    if not untracked or axis_name == ():
+    untracked = _untracked()
+    known = frozenset() if scale is None else varying_axes(scale)
+    alone = sorted((untracked | known) - {*axes}, key=str)
+    if not alone or axis_name == ():
         return
     named = f"only {axis_name!r} by" if axes else "no"
-    wanted = (*axes, *untracked) if axes or len(untracked) > 1 else untracked[0]
-    instead = instead.format(axis_name=repr(wanted), axis=repr(untracked[0]))
-    report = _UNNAMED.format(untracked[0], named=named, instead=instead)
+    wanted = (*axes, *alone) if axes or len(alone) > 1 else alone[0]
+    where = _UNTRACKED if alone[0] in untracked else _IN_PARTS.format(alone[0])
+    instead = instead.format(axis_name=repr(wanted), axis=repr(alone[0]))
+    report = _UNNAMED.format(alone[0], where=where, named=named, instead=instead)
     warn_or_raise(report, strict=False)
 
 
@@ -93,12 +97,16 @@ def _untracked() -> frozenset[Hashable]:
     )
 
 
+_UNTRACKED = "in `jax.pmap`, or in `jax.shard_map` with `check_vma=False`"
+_IN_PARTS = (
+    "in `jax.shard_map`, which hands each device its own part of the state (a "
+    "specification such as `P({0!r})`)"
+)
 _UNNAMED = (
-    "A step with a loss scale runs in `jax.pmap`, or in `jax.shard_map` with "
-    "`check_vma=False`, and names {named} `axis_name`: if gradients overflow on one "
-    "device of the axis {0!r}, that one alone skips the step and lowers its scale, and "
-    "from then on devices differ. {instead} Where each device trains a model of its "
-    "own, pass `axis_name=()`."
+    "A step with a loss scale runs {where}, and names {named} `axis_name`: if "
+    "gradients overflow on one device of the axis {0!r}, that one alone skips the "
+    "step and lowers its scale, and from then on devices differ. {instead} Where each "
+    "device trains a model of its own, pass `axis_name=()`."
 )
 OF_TRANSFORM = (
     "Pass `axis_name={axis_name}` to `dynamic_scale_value_and_grad` (or to the "

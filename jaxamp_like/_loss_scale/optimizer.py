@@ -319,7 +319,7 @@ def loss_scale_optimizer(
         if finite is None:  # something was done to them: they may have been averaged
             finite = all_agree(all_finite(grads), axis_name, like=scaler.scaler)
         else:
-            warn_of_unnamed_axes(axis_name, OF_OPTIMIZER)
+            warn_of_unnamed_axes(axis_name, OF_OPTIMIZER, scaler.scaler)
         following = scaler.update(finite)
         # This selects rather than branches: before a branch, all gradients would have
         # to be written to memory, while XLA fuses these selections with the update.

@@ -20,7 +20,6 @@ from .kinds import (
     FIXED as FIXED,
     GATHERING as GATHERING,
     IDENTITIES as IDENTITIES,
-    JUMPING as JUMPING,
     KEEPING_INPUTS as KEEPING_INPUTS,
     LINEAR as LINEAR,
     LOCAL as LOCAL,
@@ -37,6 +36,7 @@ from .kinds import (
     WHOLE_VIEWS as WHOLE_VIEWS,
     is_cheap as is_cheap,
     is_statistic as is_statistic,
+    jumps as jumps,
     may_repeat as may_repeat,
     steep_operands as steep_operands,
 )

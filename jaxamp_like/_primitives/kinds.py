@@ -3,6 +3,8 @@
 import math
 from typing import Any
 
+import jax.numpy as jnp
+
 from .._jax import Atom, Eqn, Literal
 from .contractions import is_contraction
 from .table import Kind, those
@@ -113,6 +115,8 @@ def steep_operands(eqn: Eqn) -> list[int]:
     name, operands = eqn.primitive.name, eqn.invars
     if name not in STEEP or (name == "integer_pow" and eqn.params["y"] > 0):
         return []
+    if name == "convert_element_type" and not is_cut_off(eqn):
+        return []
     if name in ASKING_SIGNS and any(map(_is_zero_or_inf, operands)):
         return []
     if name == "ne" and operands[0] is operands[1]:
@@ -120,6 +124,20 @@ def steep_operands(eqn: Eqn) -> list[int]:
     if name in ("div", "pow"):
         return [1] if name == "div" else [0]
     return [*range(len(operands))]
+
+
+def jumps(eqn: Eqn) -> bool:
+    """Whether the result of an equation, or its derivative, jumps."""
+    return eqn.primitive.name in JUMPING or is_cut_off(eqn)
+
+
+def is_cut_off(eqn: Eqn) -> bool:
+    """Whether an equation makes integers of floats, but for truth values."""
+    if eqn.primitive.name != "convert_element_type":
+        return False
+    (old,), new = eqn.invars, eqn.params["new_dtype"]
+    is_float = jnp.issubdtype(old.aval.dtype, jnp.floating)
+    return is_float and jnp.issubdtype(new, jnp.integer)
 
 
 def _is_zero_or_inf(atom: Atom) -> bool:

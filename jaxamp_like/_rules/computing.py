@@ -1,6 +1,7 @@
 """Rules that say in which dtype an op computes, whatever surrounds it."""
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -121,6 +122,10 @@ class UsePrecision(Rule):
         if reads == site.authors:
             decision = use_original_precision.decide(site)
             return decision._replace(why="the author's dtype is no wider")
+        if _loses_constant(site, dtype):
+            decision = use_original_precision.decide(site)
+            why = f"a constant would become 0 or inf in {dtype.name}"
+            return decision._replace(why=why)
         params = dict(site.params)
         if site.primitive is not None:
             params = dict(settled(site.primitive, params, is_low=True))
@@ -140,6 +145,17 @@ class UsePrecision(Rule):
         outs = out_facts_of(site, None, Precision.LOW)
         bind = wide_contraction(site.primitive, params, site.out_authors[0])
         return decision._replace(out_facts=outs, bind=bind)
+
+
+def _loses_constant(site: Site, dtype: DType) -> bool:
+    """Whether a factor such as 1e-9 would become 0, or a mask of -1e9 infinite."""
+    constants = (fact.constants for fact in site.facts if fact)
+    numbers = (x for known in constants if known for x in known.numbers)
+    largest = float(jnp.finfo(dtype).max)
+    least = float(jnp.finfo(dtype).smallest_subnormal) / 2
+    return any(
+        math.isfinite(x) and x != 0 and not least < abs(x) <= largest for x in numbers
+    )
 
 
 def wide_contraction(

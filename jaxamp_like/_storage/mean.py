@@ -11,7 +11,13 @@ from jax import lax
 
 from .._dtypes import is_float
 from .._errors import hiding_frames, showing_call
-from .._jax import gathered_alike, is_array_or_shape, varying_axes
+from .._jax import (
+    gathered_alike,
+    is_array_or_shape,
+    sharded_like,
+    varying_axes,
+    whole,
+)
 from .codes import LowBitArray, encoded, layout_of
 from .formats import check_settings
 
@@ -89,7 +95,7 @@ def low_bit_mean(
             return LowBitMeanState(None)
 
         def no_error(x: Any) -> Any:
-            return jnp.zeros((1, *x.shape), _wide(x.dtype)) if is_low(x) else None
+            return jnp.zeros_like(x, _wide(x.dtype))[None] if is_low(x) else None
 
         return LowBitMeanState(jax.tree.map(no_error, params))
 
@@ -99,8 +105,9 @@ def low_bit_mean(
     ) -> tuple[Any, LowBitMeanState]:
         del params
         size = _size(axes)
-        paths, tree = jax.tree_util.tree_flatten_with_path(updates)
-        old = _errors(state, tree) if error_feedback else [None] * len(paths)
+        # Gradients of `tx.value_and_grad` are in wrappers, and the errors are in none.
+        paths, tree = jax.tree_util.tree_flatten_with_path(updates, is_leaf=_is_none)
+        old, kept_tree = _errors(state, len(paths), error_feedback)
         means: list[Any] = []
         errors: list[Any] = []
         for (path, x), error in zip(paths, old, strict=True):
@@ -115,11 +122,12 @@ def low_bit_mean(
             means.append(mean)
             errors.append(error)
         if any(error is not None for error in errors):
-            is_finite = jnp.stack([jnp.isfinite(mean).all() for mean in means]).all()
+            known = (jnp.isfinite(mean).all() for mean in means if mean is not None)
+            is_finite = jnp.stack([*known]).all()
             # Without an error, `None` is a tree without leaves.
             choose = partial(jax.tree.map, partial(jnp.where, is_finite))
             errors = [choose(*pair) for pair in zip(errors, old, strict=True)]
-        kept = jax.tree.unflatten(tree, errors) if error_feedback else None
+        kept = jax.tree.unflatten(kept_tree, errors) if error_feedback else None
         return jax.tree.unflatten(tree, means), LowBitMeanState(kept)
 
     return optax.GradientTransformation(init, update)
@@ -132,11 +140,11 @@ def _mean(
 
     Each device adds up the row of its own index. One alone rounds nothing."""
     if size == 1:
-        return x, error
+        return lax.pmean(x, axes), error  # pyright: ignore
     full = x.astype(_wide(x.dtype))
     if error is not None:
         full = full + error[0]
-    rows = _in_rows(full, size, block)
+    rows = _in_rows(whole(full), size, block)
     tile = 1, min(block, rows.shape[1])
     layout = layout_of(rows, format, tile)
     sent = encoded(rows, layout, None)
@@ -144,13 +152,13 @@ def _mean(
     row = received.decoded().mean(0, keepdims=True)
     sent_row = encoded(row, layout, None)
     every = _sent(sent_row, lambda x: gathered_alike(x, axes))
-    mean = every.decoded().reshape(-1)[: x.size].reshape(x.shape).astype(x.dtype)
+    mean = _as_before(every.decoded(), x).astype(x.dtype)
     if error is None:
         return mean, None
     left = rows - sent.decoded()
     # The error of the mean is one of the sum's over the number of devices.
     left = left.at[lax.axis_index(axes)].add(size * (row - sent_row.decoded())[0])
-    return mean, left.reshape(-1)[: x.size].reshape(1, *x.shape)
+    return mean, _as_before(left, x)[None]
 
 
 def _sent(array: LowBitArray, send: Callable[[Any], Any]) -> LowBitArray:
@@ -172,12 +180,23 @@ def _in_rows(x: Any, size: int, block: int) -> Any:
     return jnp.pad(x.reshape(-1), (0, size * length - x.size)).reshape(size, length)
 
 
+def _as_before(rows: Any, x: Any) -> Any:
+    """What became of an array's rows, in the array's shape and sharding."""
+    return sharded_like(rows.reshape(-1)[: x.size].reshape(x.shape), x)
+
+
 def _wide(dtype: Any) -> Any:
     return jnp.promote_types(dtype, jnp.float32)
 
 
 def _plain_mean(x: Any, axes: Any) -> Any:
-    return x if jax.dtypes.result_type(x) == jax.dtypes.float0 else lax.pmean(x, axes)
+    if x is None or jax.dtypes.result_type(x) == jax.dtypes.float0:
+        return x
+    return lax.pmean(x, axes)
+
+
+def _is_none(x: Any) -> bool:
+    return x is None
 
 
 def _size(axes: Any) -> int:
@@ -197,7 +216,7 @@ def _size(axes: Any) -> int:
 def _check_varies(name: str, x: Any, axes: Any) -> None:
     """Raises if a gradient is known to be the same on all devices."""
     is_tracked = {*axes} <= varying_axes(lax.axis_index(axes))
-    if is_tracked and not {*axes} <= varying_axes(x):
+    if x is not None and is_tracked and not {*axes} <= varying_axes(x):
         raise ValueError(
             f"The gradient `updates{name}` is the same on all devices of {axes!r}: "
             "`jax.shard_map` has summed it already, in full, since the parameters are "
@@ -207,20 +226,23 @@ def _check_varies(name: str, x: Any, axes: Any) -> None:
         )
 
 
-def _errors(state: Any, tree: Any) -> list[Any]:
-    """The errors of a state, one for each gradient."""
+def _errors(state: Any, count: int, is_fed_back: bool) -> tuple[list[Any], Any]:
+    """The errors of a state, one for each gradient, and their tree."""
     if not isinstance(state, LowBitMeanState):
         raise TypeError(
             "`state` of `low_bit_mean` is what its `init` or its last `update` "
             f"returned, but it was given a {type(state).__name__}."
         )
-    try:
-        return tree.flatten_up_to(state.errors)
-    except ValueError as e:
+    if not is_fed_back:
+        return [None] * count, None
+    errors, tree = jax.tree.flatten(state.errors, is_leaf=_is_none)
+    if len(errors) != count:
         raise ValueError(
             "The state of `low_bit_mean` was made for other parameters than these "
-            f"gradients are of: {e}"
-        ) from e
+            f"gradients are of: it has {len(errors)} arrays, and there are {count} "
+            "gradients."
+        )
+    return errors, tree
 
 
 def _check_error(name: str, error: Any, x: Any) -> None:

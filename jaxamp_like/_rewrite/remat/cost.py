@@ -1,12 +1,12 @@
 """What the backward pass keeps, in bytes, and what it makes again instead."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from math import prod
 from typing import Any
 
 from ..._dtypes import DType
 from ..._jax import Literal
-from ..._primitives import LINEAR, SATURATING, VIEWS, is_cheap
+from ..._primitives import LINEAR, REDUCTIONS, SATURATING, VIEWS, is_cheap
 from ..._rules import Fact, RematSource, author_dtype
 from ..._structural import Step, steps_in
 
@@ -114,3 +114,27 @@ def num_bytes(aval: Any, dtype: DType | None) -> int:
 def num_elements(aval: Any) -> int:
     """The number of elements; a dimension that is not known yet counts as 2."""
     return prod(d if isinstance(d, int) else 2 for d in aval.shape)
+
+
+def mixes_rows(group: Sequence[Step]) -> bool:
+    """Whether a group combines an array with sums that were taken across its rows.
+
+    The statistics of a channel are such sums. To make them again takes a kernel of its
+    own, which must read all that goes in once more."""
+    sizes: dict[Any, int] = {}  # of summed arrays, for what is made of a sum
+    for step in group:
+        eqn = step.eqn
+        summed = [sizes[v] for v in step.variables_read if v in sizes]
+        if any(num_elements(v.aval) >= n for v in eqn.outvars for n in summed):
+            return True
+        if eqn.primitive.name in REDUCTIONS and not _is_trailing(eqn):
+            summed.append(num_elements(eqn.invars[0].aval))
+        if summed:
+            sizes |= dict.fromkeys(eqn.outvars, max(summed))
+    return False
+
+
+def _is_trailing(eqn: Any) -> bool:
+    ndim = eqn.invars[0].aval.ndim
+    axes = sorted(eqn.params["axes"])
+    return axes == list(range(ndim - len(axes), ndim))

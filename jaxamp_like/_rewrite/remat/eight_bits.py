@@ -20,12 +20,12 @@ from ..._primitives import (
     ASKING_SIGNS,
     CONTRACTIONS,
     EXTREMES,
-    JUMPING,
     LINEAR,
     LOOKUPS,
     MOVES,
     REDUCTIONS,
     VIEWS,
+    jumps,
     steep_operands,
 )
 from ..._rules import Fact, RematSource
@@ -82,10 +82,12 @@ class Reading:
     Args:
         is_steep: something with a pole or a jump reads it, or what scales with it.
         asks_signs: something asks for the signs of its numbers, as a ReLU does.
+        sums_made: it sums what does not follow its numbers in size, as exponentials.
         rows: the lengths of the rows that are reduced to one number each."""
 
     is_steep: bool = False
     asks_signs: bool = False
+    sums_made: bool = False
     rows: set[Any] = field(default_factory=set[Any])
 
     def fitting(self, how: LowBits, length: int) -> LowBits:
@@ -166,8 +168,9 @@ def _read(like: dict[Any, int], steps: Sequence[Step], reading: Reading) -> None
             continue
         scaled = {i: how for i, how in found.items() if how != _MADE}
         if name not in EXTREMES or not stopped.issuperset(eqn.outvars):
-            of = found if name in JUMPING else scaled
+            of = found if jumps(eqn) else scaled
             reading.is_steep |= any(i in of for i in steep_operands(eqn))
+        reading.sums_made |= name in REDUCTIONS - EXTREMES and not scaled
         how = _made_of(scaled, step, reading) if scaled else _MADE
         like |= {v: how for v in eqn.outvars if is_inexact(v.aval)}
 

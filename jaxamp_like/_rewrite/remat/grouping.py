@@ -18,6 +18,7 @@ from .cost import (
     is_low,
     is_sharded,
     looks_up,
+    mixes_rows,
     num_bytes,
     num_elements,
     only_saturates,
@@ -178,7 +179,10 @@ class Grouping:
             return None
         group = [step for step in group if self._is_used(step)]
         reading = reading_of([v], group)
-        if reading.is_steep:
+        # A sum across rows is kept, and would not be that of the exponentials that are
+        # made again: of a softmax the shares would not sum to 1.
+        is_torn = reading.sums_made and mixes_rows(group)
+        if reading.is_steep or is_torn:
             return None
         if not reading.rows:  # a norm of other rows may scale it
             made = {u for step in group for u in step.eqn.outvars}

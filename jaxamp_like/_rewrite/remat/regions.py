@@ -9,7 +9,14 @@ from ..._primitives import REDUCTIONS
 from ..._rules import author_dtype
 from ..._structural import Plan, Step, steps_in
 from ..memo import Memo
-from .cost import fact_dtype, is_cheap_step, is_sharded, num_elements, saved_bytes_for
+from .cost import (
+    fact_dtype,
+    is_cheap_step,
+    is_sharded,
+    mixes_rows,
+    num_elements,
+    saved_bytes_for,
+)
 from .eight_bits import kept_whole
 from .grouping import Grouping
 from .schedule import Region, Schedule, in_order, schedule
@@ -93,8 +100,8 @@ def _region(
     """The region of a group of steps, if less is kept with it than without."""
     if group[0] not in grouping.depth_of:
         return None
-    mixes_rows = _mixes_rows(group)
-    if mixes_rows and not grouping.keeps_reductions:
+    mixes = mixes_rows(group)
+    if mixes and not grouping.keeps_reductions:
         return None
     outs = {
         v: _border(v, readers[v], grouping)
@@ -125,7 +132,7 @@ def _region(
     if gain <= 0:
         return None
     ends = is_last(group, outs, paid)
-    return Region(tuple(steps), ins, outs, sharded, ends, in_8_bits, mixes_rows)
+    return Region(tuple(steps), ins, outs, sharded, ends, in_8_bits, mixes)
 
 
 def _is_last(outs: Iterable[Any], paid: Iterable[Any], ends: set[Any]) -> bool:
@@ -173,27 +180,3 @@ def as_region(unit: Step | Region) -> Step | Region:
         return unit
     outs = dict.fromkeys(unit.eqn.outvars)
     return Region((unit,), dict.fromkeys(unit.variables_read), outs)
-
-
-def _mixes_rows(group: Sequence[Step]) -> bool:
-    """Whether a group combines an array with sums that were taken across its rows.
-
-    The statistics of a channel are such sums. To make them again takes a kernel of its
-    own, which must read all that goes in once more."""
-    sizes: dict[Any, int] = {}  # of summed arrays, for what is made of a sum
-    for step in group:
-        eqn = step.eqn
-        summed = [sizes[v] for v in step.variables_read if v in sizes]
-        if any(num_elements(v.aval) >= n for v in eqn.outvars for n in summed):
-            return True
-        if eqn.primitive.name in REDUCTIONS and not _is_trailing(eqn):
-            summed.append(num_elements(eqn.invars[0].aval))
-        if summed:
-            sizes |= dict.fromkeys(eqn.outvars, max(summed))
-    return False
-
-
-def _is_trailing(eqn: Any) -> bool:
-    ndim = eqn.invars[0].aval.ndim
-    axes = sorted(eqn.params["axes"])
-    return axes == list(range(ndim - len(axes), ndim))
