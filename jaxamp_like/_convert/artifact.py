@@ -12,7 +12,7 @@ from .._dtypes import in_words
 from .._errors import AmpError, showing_call
 from .._jax import is_array_or_shape, lowering_without_folders
 from .._reports.versions import versions
-from .._suggestions import no_attribute
+from .._suggestions import did_you_mean, no_attribute
 from . import summary as summaries
 from .examples import outlined, several_scopes
 from .extra import needed
@@ -23,6 +23,8 @@ from .printable import printable
 from .tensors import all_described, described, read_tensors, write_tensors
 from .traced import TracedModel
 from .trees import decode, encode
+
+_PLATFORMS = "cpu", "cuda", "rocm", "tpu"
 
 
 def save_converted(
@@ -40,6 +42,12 @@ def save_converted(
         raise ValueError(
             f"`platforms` is {platforms!r}, but a program is for GPUs of one maker: "
             "write 'cuda' or 'rocm' for 'gpu'."
+        )
+    known = *_PLATFORMS, jax.default_backend()
+    if unknown := [name for name in platforms or () if name not in known]:
+        raise ValueError(
+            f"`platforms` names {unknown[0]!r}, but must be some of "
+            f"{', '.join(map(repr, _PLATFORMS))}.{did_you_mean(unknown[0], known)}"
         )
     program: TracedModel = converted.trace(converted.example_inputs)
     params = parameters_in(converted.params)

@@ -204,9 +204,11 @@ def _check_parts(rest: Split, parts: Sequence[Any]) -> None:
     if sizes != found:
         raise AmpError(
             "For inputs of these shapes, other things are made of the parameters than "
-            "were stored: a rule may go by shapes, as `int8()` does that leaves small "
-            "contractions alone. Convert with such inputs as examples, or give the "
-            "rule `where=None`."
+            "were stored. A rule may go by shapes, as `int8()` does that leaves small "
+            "contractions alone (`where=None` quantises them, too), and no rule "
+            "quantises a product whose result is one number, as of one row by a layer "
+            "with one output. Convert with such inputs as examples, or call with two "
+            "rows and take the first."
         )
 
 

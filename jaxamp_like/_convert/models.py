@@ -3,6 +3,7 @@
 A model that holds its parameters (Equinox, NNX, Keras) is taken apart; one that is
 given them (Linen, Haiku, a plain function) is called as it is."""
 
+import functools
 import itertools
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -51,11 +52,15 @@ def take_apart(fn: Any, params: Any) -> Model:
         if is_keras(fn):
             return _of_keras(fn, name)
         fn, params = _call, fn
+    elif params is None and _binds_keywords(fn):
+        model, fn = fn.func, functools.partial(_call, **fn.keywords)
+        name, params = type(model).__name__, model
     elif params is None:
         raise ValueError(
             "`params` is `None`, which is for models that hold their parameters "
             f"(Equinox, NNX, Keras), but `fn` is {name!r}. Give the tree of parameters "
-            "that it takes as its first argument."
+            "that it takes as its first argument; to bind what is no array, "
+            "`functools.partial(model, train=False)`."
         )
     elif hasattr(fn, "init") and callable(getattr(fn, "apply", None)):
         fn = fn.apply  # Linen, Haiku
@@ -174,8 +179,14 @@ def distinct(names: Sequence[str]) -> list[str]:
     return list(made)[1:]
 
 
-def _call(model: Callable[..., Any], *inputs: Any) -> Any:
-    return model(*inputs)
+def _binds_keywords(fn: Any) -> bool:
+    """Whether `fn` is a model that holds its parameters, with keywords bound to it."""
+    is_bound = isinstance(fn, functools.partial) and not fn.args
+    return is_bound and holds_parameters(fn.func) and not is_keras(fn.func)
+
+
+def _call(model: Callable[..., Any], *inputs: Any, **keywords: Any) -> Any:
+    return model(*inputs, **keywords)
 
 
 def _of_nnx(fn: Callable[..., Any], params: Any, name: str) -> Model:
@@ -192,8 +203,10 @@ def _of_nnx(fn: Callable[..., Any], params: Any, name: str) -> Model:
         if changed:
             raise AmpError(
                 f"The call changes {', '.join(changed[:4])} of the model, which a "
-                "converted one can't do. Set the model to inference first: "
-                "`model.eval()`."
+                "converted one can't do. Set the model to inference first, by "
+                "`model.eval()`. What changes then too, as the cache of a decoder, is "
+                "an input: convert a function of the parameters and of it that returns "
+                "it, with `graph, params, cache = nnx.split(model, nnx.Param, ...)`."
             )
         return out
 
@@ -204,8 +217,12 @@ def _of_nnx(fn: Callable[..., Any], params: Any, name: str) -> Model:
 
 
 def _held(nnx: Any, nodes: Any) -> dict[str, Any]:
-    """What the variables of nodes hold, by their paths."""
-    leaves, _ = jax.tree_util.tree_flatten_with_path(nnx.state(nodes))
+    """What the variables of nodes hold, by their paths.
+
+    Keys and their counts are left out: a converted model draws the same numbers at each
+    call, as its summary says."""
+    state = nnx.state(nodes, nnx.Not(nnx.RngState))
+    leaves, _ = jax.tree_util.tree_flatten_with_path(state)
     return {path_name(path): leaf for path, leaf in leaves}
 
 

@@ -6,7 +6,9 @@ from collections.abc import Iterator
 import jax
 
 from ..._errors import AmpError
-from ..._jax import source_line
+from ..._jax import Primitive, source_line
+from ..._policies.dictionary import Lookup
+from ..._primitives import CONTRACTIONS
 from ..._quantised.delayed import NO_STATE
 from ..._quantised.rule import NO_PARAMETER, NOT_OF_PARAMETERS, Quantising
 from ..._recording import is_recorded
@@ -18,7 +20,9 @@ from .unmatched import without_amp_scopes
 _MOST = 8  # reasons to list
 
 
-def reports_of_quantising(plan: Plan, steps: list[Step]) -> Iterator[str | None]:
+def reports_of_quantising(
+    policy: Lookup, plan: Plan, steps: list[Step]
+) -> Iterator[str | None]:
     """What to say of rules that quantise, for a plan of such steps."""
     rules = {id(step.match.rule): step.match.rule for step in steps}
     if any(map(_quantising, rules.values())):
@@ -27,6 +31,8 @@ def reports_of_quantising(plan: Plan, steps: list[Step]) -> Iterator[str | None]
         yield _of_weights_closed_over(plan)
         yield _of_data_as_a_weight(plan)
         yield _of_another_backend(steps)
+    else:
+        yield _of_other_contractions(policy, steps)
 
 
 def _of_nothing_quantised(steps: list[Step]) -> str | None:
@@ -42,6 +48,34 @@ def _of_nothing_quantised(steps: list[Step]) -> str | None:
         f"stay as they were: {listed}. `explain` shows each; the arguments `where`, "
         "`leave` and `parameters_only` of the rule say which to leave alone: "
         f"`{asked_of(asked[0])[0].name}(where=None)` quantises small ones too.{hint}"
+    )
+
+
+def _of_other_contractions(policy: Lookup, steps: list[Step]) -> str | None:
+    """What to say where all contractions are of kinds that no rule quantises."""
+    rules = [
+        (key, rule)
+        for key, value in policy.items()
+        if isinstance(value, Rule)
+        for rule in _quantising(value)
+    ]
+    found = [
+        step
+        for step in steps
+        if step.is_compute and step.eqn.primitive.name in CONTRACTIONS
+    ]
+    if not rules or not found:
+        return None
+    for key, rule in rules:
+        kinds = {s.eqn.primitive for s in found if rule.is_for(s.eqn.primitive.name)}
+        if key in kinds or (kinds and not isinstance(key, Primitive)):
+            return None
+    rule = rules[0][1]
+    return (
+        f"No contraction is quantised: `{rule!r}` is for dense ones, and leaves the "
+        f"{len(found)} of `{found[0].eqn.primitive.name}` in the compute dtype, the "
+        f"first in {source_line(found[0].eqn)}. `mxfp8()` and `nvfp4()` quantise "
+        "ragged ones, too."
     )
 
 

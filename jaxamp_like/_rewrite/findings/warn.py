@@ -47,7 +47,7 @@ def warn_of_findings(
     for report in (
         *reports_of_unknown_shapes(planner, steps),
         *reports_of_unmeasured(plan),
-        *reports_of_quantising(plan, steps),
+        *reports_of_quantising(planner.policy, plan, steps),
         report_of_nothing_lowered(planner.compute_dtype, steps),
         report_of_loss_of_keras(call.fn, call.arrays, planner.compute_dtype, steps),
         report_of_float32_over_amp(planner.policy, planner.compute_dtype, steps),
