@@ -97,11 +97,13 @@ def did_you_mean(name: Any, known: Iterable[str]) -> str:
 
 
 def closest(name: Any, known: Iterable[str]) -> str | None:
-    """The name closest to `name`: its words in another order, or in other letters."""
+    """The name closest to `name`: with its words or its letters in another order, or
+    with other letters."""
     given = str(name).lower()
     lower = {k.lower(): k for k in known}
     reordered = [k for k in lower if sorted(k.split("_")) == sorted(given.split("_"))]
-    close = reordered or get_close_matches(given, lower, 1)
+    swapped = [k for k in lower if sorted(k) == sorted(given)]
+    close = reordered or swapped or get_close_matches(given, lower, 1)
     return lower[close[0]] if close else None
 
 

@@ -323,6 +323,8 @@ def test_what_cannot_be_saved_is_told(converted, tmp_path):
         convert(fn, w, x, **BF16).save(path)
     with pytest.raises(TypeError, match="`platforms` must be a sequence"):
         converted.save(path, platforms="cpu")
+    with pytest.raises(ValueError, match="names 'gpuu', but must be some of 'cpu', "):
+        converted.save(path, platforms=["cpu", "gpuu"])
     printing = convert(lambda w, x: (x @ w, jax.debug.print("{}", x))[0], w, x)
     with pytest.raises(ValueError, match=r"can't export it.*take out what calls"):
         printing.save(path)

@@ -1,6 +1,7 @@
 """`convert`: the same bits with parameters stored as they are read."""
 
 import copy
+import functools
 import gc
 import json
 import re
@@ -776,6 +777,42 @@ def test_nnx():
     assert low.module().first.kernel.dtype == jnp.bfloat16
     also = check(lambda model, x: model(x), model, x)
     assert whys == {s.name: s.now for s in also.summary.parameters}
+
+
+class Recurrent(nnx.Module):
+    def __init__(self, rngs):
+        self.rnn = nnx.RNN(nnx.GRUCell(4, 8, rngs=rngs))
+
+    def __call__(self, x, *, scale=1.0):
+        return scale * self.rnn(x)
+
+
+def test_nnx_that_counts_its_random_numbers():
+    """An RNN draws its first carry, whatever it is set to."""
+    model, (x,) = Recurrent(nnx.Rngs(0)), randoms((2, 3, 4))
+    model.eval()
+    low = convert(model, None, x, **BF16)
+    np.testing.assert_allclose(low(x), model(x), atol=0.02)
+    assert same_bits(low(x), low(x))
+
+
+def test_keywords_are_bound_to_models_that_hold_their_parameters():
+    model, (x,) = Recurrent(nnx.Rngs(0)), randoms((2, 3, 4))
+    low = convert(functools.partial(model, scale=3.0), None, x, **BF16)
+    np.testing.assert_allclose(low(x), model(x, scale=3.0), atol=0.05)
+
+    class Scaled(eqx.Module):
+        layer: eqx.nn.Linear
+
+        def __call__(self, x, *, scale=1.0):
+            return scale * self.layer(x)
+
+    scaled = Scaled(eqx.nn.Linear(4, 8, key=jax.random.key(0)))
+    low = convert(functools.partial(scaled, scale=3.0), None, x[0, 0], **BF16)
+    assert isinstance(low.params, Scaled)
+    np.testing.assert_allclose(low(x[0, 0]), scaled(x[0, 0], scale=3.0), atol=0.05)
+    with pytest.raises(ValueError, match="to bind what is no array"):
+        convert(functools.partial(lambda x, scale: x, scale=1.0), None, x)
 
 
 @pytest.mark.filterwarnings("ignore")

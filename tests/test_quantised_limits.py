@@ -35,6 +35,18 @@ from jaxamp_like.rules import (
 )
 from tests.programs import error, values
 
+
+@pytest.mark.parametrize("rule", (int8, float8), ids=("int8", "float8"))
+def test_ragged_contractions_alone_are_told(rule):
+    def experts(p, x):
+        return lax.ragged_dot(x, p, jnp.array([2, 4]))
+
+    policy = quantised(rule(where=None))
+    low = amp(experts, compute_dtype="bfloat16", amp_policy=policy)
+    with pytest.warns(AmpWarning, match="is for dense ones, and leaves the 1 of `ragg"):
+        low(jnp.ones((2, 16, 32)), jnp.ones((6, 16)))
+
+
 pytestmark = pytest.mark.rest
 
 FLOAT8, INT8 = float8(where=None), int8(where=None)

@@ -59,6 +59,28 @@ def all_equal(stacked):
     return all((np.asarray(x) == np.asarray(x)[0]).all() for x in stacked)
 
 
+@pytest.mark.parametrize("axis_name", [None, "d", ()], ids=str)
+def test_an_optimizer_whose_scale_differs_by_device_is_told(mesh, axis_name):
+    tx = loss_scale_optimizer(optax.sgd(0.1), axis_name=axis_name)
+
+    def body(state, w, x):
+        state, w = jax.tree.map(lambda s: s[0], (state, w))
+        grads = tx.grad(local_loss, state)(w, x)
+        updates, state = tx.update(grads, state, w)
+        return jax.tree.map(lambda s: s[None], (w + updates, state))
+
+    specs = {"in_specs": P("d"), "out_specs": P("d")}
+    run = jax.jit(jax.shard_map(body, mesh=mesh, **specs))
+    w = shards(mesh, np.ones(N)).astype(jnp.float32)
+    many = jax.tree.map(lambda s: jnp.stack([s] * N), tx.init(jnp.ones(())))
+    many = jax.device_put(many, NamedSharding(mesh, P("d")))
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        run(many, w, shards(mesh, one_large(2, 16)))
+    said = [str(one.message) for one in told if "its own part" in str(one.message)]
+    assert bool(said) == (axis_name is None)
+
+
 @pytest.mark.parametrize("redo", [0, 4])
 @pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
 @pytest.mark.parametrize("check_vma", [True, False])

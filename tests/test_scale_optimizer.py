@@ -40,6 +40,7 @@ from jaxamp_like.scaling import (
     static_scaler,
     unscale_grads,
 )
+from jaxamp_like.storage import low_bit_state
 
 pytestmark = pytest.mark.sample(5)
 
@@ -476,10 +477,14 @@ def test_gradients_that_were_cast_to_float16_are_told():
         tx.update(half, tx.init(w), w)
 
 
+@pytest.mark.filterwarnings("ignore:The optimizer updates float16 parameters")
 def test_moments_in_float16_are_told():
     loss_scale_optimizer(optax.adam(0.1, mu_dtype="bfloat16")).init(jnp.ones(3))
     with pytest.warns(AmpWarning, match=r"float16 numbers \(`.*mu.*for wider param"):
         loss_scale_optimizer(optax.adam(0.1, mu_dtype="float16")).init(jnp.ones(3))
+    low = loss_scale_optimizer(low_bit_state(optax.adam(0.1)))
+    with pytest.warns(AmpWarning, match="epsilon of 1e-8 are zero there"):
+        low.init(jnp.ones((64, 64), jnp.float16))
 
 
 def test_a_scale_that_is_made_anew_in_each_step_is_told(monkeypatch):

@@ -11,6 +11,8 @@ import optax
 from jax.tree_util import keystr
 
 from .._errors import warn_or_raise
+from .._frameworks.nnx import instances_in
+from .._storage.optimizer import LowBitState, to_full_state
 from .._storage.rounded_updates import KEEP_FLOAT32, warn_of_rounded_updates
 from .calls import difference
 
@@ -28,7 +30,9 @@ def initialised(optimizer: optax.GradientTransformation, params: Any) -> Any:
             f"{type(leaf).__name__}.\n{_instead(leaf)}"
         ) from e
     shapes = {jnp.shape(x) for x in jax.tree.leaves(params) if eqx.is_array_like(x)}
-    low = _float16_in(state, shapes - {()})
+    is_low = instances_in(state, LowBitState)
+    full = jax.eval_shape(to_full_state, state) if is_low else state
+    low = _float16_in(full, shapes - {()})
     if low and not _float16_in(params):
         warn_or_raise(
             f"The optimizer keeps float16 numbers (`{low[0]}`) for wider parameters: "
