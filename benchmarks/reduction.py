@@ -89,7 +89,7 @@ def error_in_few_bits(
         own = jr.normal(key, (devices, common.size))
         grads = common + noise * own
         means, state = jax.vmap(mean.update, axis_name="devices")(grads, state)
-        return state, (means[0], grads.mean(0))
+        return state, (jnp.asarray(means)[0], grads.mean(0))
 
     @jax.jit
     def run(keys: Any) -> Any:
