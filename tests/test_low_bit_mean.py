@@ -230,6 +230,9 @@ def test_one_device_rounds_nothing():
     np.testing.assert_array_equal(means["w"], grads[0])
 
 
+@pytest.mark.skipif(
+    jax.__version_info__ < (0, 7), reason="XLA crashes on partly manual meshes"
+)
 def test_arrays_that_are_split_along_other_axes():
     kinds = (AxisType.Explicit,) * 2
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=kinds)
@@ -237,18 +240,18 @@ def test_arrays_that_are_split_along_other_axes():
     grads = jax.device_put(np.asarray(jr.normal(jr.key(0), (4, 64, 128))), place)
     mean = low_bit_mean("data")
 
-    def averaged(grads):
-        state = mean.init(grads[0])
-        return mean.update(grads[0], state)
+    def mapped(fn, **specs):
+        return jax.jit(jax.shard_map(fn, mesh=mesh, axis_names={"data"}, **specs))
 
-    run = jax.shard_map(
-        averaged,
-        mesh=mesh,
-        in_specs=P("data"),
+    init = mapped(mean.init, in_specs=P(), out_specs=P("data"))
+    place = jax.sharding.NamedSharding(mesh, P(None, "model"))
+    state = init(jax.device_put(jnp.ones((64, 128)), place))
+    run = mapped(
+        lambda grads, state: mean.update(grads[0], state),
+        in_specs=(P("data"), P("data")),
         out_specs=(P(), P("data")),
-        axis_names={"data"},
     )
-    means, state = jax.jit(run)(grads)
+    means, state = run(grads, state)
     assert error(means, grads.mean(0)) < FORMATS["int8"][1]
     assert state.errors.shape == grads.shape
     for x in (means, state.errors):

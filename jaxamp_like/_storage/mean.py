@@ -1,7 +1,6 @@
 """The mean of gradients over devices, which send each other few bits."""
 
 from collections.abc import Callable, Hashable, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -95,7 +94,9 @@ def low_bit_mean(
             return LowBitMeanState(None)
 
         def no_error(x: Any) -> Any:
-            return jnp.zeros_like(x, _wide(x.dtype))[None] if is_low(x) else None
+            if not is_low(x):
+                return None
+            return sharded_like(jnp.zeros(x.shape, _wide(x.dtype)), x)[None]
 
         return LowBitMeanState(jax.tree.map(no_error, params))
 
@@ -124,9 +125,12 @@ def low_bit_mean(
         if any(error is not None for error in errors):
             known = (jnp.isfinite(mean).all() for mean in means if mean is not None)
             is_finite = jnp.stack([*known]).all()
-            # Without an error, `None` is a tree without leaves.
-            choose = partial(jax.tree.map, partial(jnp.where, is_finite))
-            errors = [choose(*pair) for pair in zip(errors, old, strict=True)]
+            errors = [
+                error
+                if error is None
+                else lax.select(is_finite, error, sharded_like(before, error))
+                for error, before in zip(errors, old, strict=True)
+            ]
         kept = jax.tree.unflatten(kept_tree, errors) if error_feedback else None
         return jax.tree.unflatten(tree, means), LowBitMeanState(kept)
 
@@ -155,9 +159,10 @@ def _mean(
     mean = _as_before(every.decoded(), x).astype(x.dtype)
     if error is None:
         return mean, None
-    left = rows - sent.decoded()
     # The error of the mean is one of the sum's over the number of devices.
-    left = left.at[lax.axis_index(axes)].add(size * (row - sent_row.decoded())[0])
+    is_mine = jnp.arange(size)[:, None] == lax.axis_index(axes)
+    mine = jnp.where(is_mine, size * (row - sent_row.decoded()), 0)
+    left = rows - sent.decoded() + mine
     return mean, _as_before(left, x)[None]
 
 
