@@ -30,7 +30,7 @@ from benchmarks.measure import (
     weight_copies,
 )
 from jaxamp_like import amp, default_amp_policy
-from jaxamp_like.rules import use_compute_precision
+from jaxamp_like.rules import use_compute_precision, use_precision
 
 pytestmark = pytest.mark.sample(8)
 
@@ -615,7 +615,7 @@ def test_explicit_precision_wins_but_not_over_a_scope(precision, w, x):
 
 
 @pytest.mark.filterwarnings("ignore:.*float16 changes nothing")  # as is tested
-@pytest.mark.parametrize("rule", (None, "float8_e4m3fn"))
+@pytest.mark.parametrize("rule", (None, use_precision("bfloat16")))
 def test_wider_preferred_element_type_wins(rule, w, x):
     """Wider than the operands as written; `jnp.matmul` fills in their dtype itself."""
     fn = functools.partial(jnp.matmul, preferred_element_type=jnp.float32)
