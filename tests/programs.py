@@ -21,7 +21,7 @@ every_dtype = pytest.mark.parametrize("dtype", DTYPES)
 FLOAT32_MIN = float(jnp.finfo(jnp.float32).min)
 
 SHAPE_ONLY = """convert_element_type reshape transpose squeeze copy copy_p
-    stop_gradient broadcast_in_dim name reduce_precision""".split()
+    stop_gradient broadcast_in_dim name reduce_precision amp_in_front""".split()
 
 
 def ops(jaxpr: Any) -> Iterator[tuple[str, str]]:

@@ -391,6 +391,7 @@ def test_gradient_through_odeint():
 # Operands of two dtypes in one contraction.
 
 
+@pytest.mark.filterwarnings("ignore:bfloat16 changes nothing")
 @pytest.mark.parametrize("other", ("float64", "complex64", "complex128"))
 @pytest.mark.parametrize("swap", (False, True))
 def test_beside_a_wider_operand_float32_stays(other, swap):
