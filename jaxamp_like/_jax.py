@@ -270,9 +270,9 @@ def varying_over(x: Any, axes: Sequence[str]) -> Any:
 
 
 def gathered_alike(x: Any, axes: tuple[Any, ...]) -> Any:
-    """Rows of all devices, of which types know that they are the same on all.
+    """The rows of all devices, with a type that says that all devices have the same.
 
-    `lax.all_gather` can tell it since JAX 0.9."""
+    In older versions of JAX `lax.all_gather` can't say so."""
     if not {*axes} <= varying_axes(x):
         return jax.lax.all_gather(x, axes, tiled=True)
     if "to" in inspect.signature(jax.lax.all_gather).parameters:

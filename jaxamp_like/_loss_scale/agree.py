@@ -77,7 +77,9 @@ def warn_of_unnamed_axes(axis_name: AxisName, instead: str, scale: Any = None) -
         return
     named = f"only {axis_name!r} by" if axes else "no"
     wanted = (*axes, *alone) if axes or len(alone) > 1 else alone[0]
-    where = _UNTRACKED if alone[0] in untracked else _IN_PARTS.format(alone[0])
+    where = _UNTRACKED
+    if alone[0] not in untracked:
+        where, instead = _IN_PARTS.format(alone[0]), _TOGETHER
     instead = instead.format(axis_name=repr(wanted), axis=repr(alone[0]))
     report = _UNNAMED.format(alone[0], where=where, named=named, instead=instead)
     warn_or_raise(report, strict=False)
@@ -107,6 +109,10 @@ _UNNAMED = (
     "gradients overflow on one device of the axis {0!r}, that one alone skips the "
     "step and lowers its scale, and from then on devices differ. {instead} Where each "
     "device trains a model of its own, pass `axis_name=()`."
+)
+_TOGETHER = (
+    "Pass `axis_name={axis_name}` to `enable_amp` or `loss_scale_optimizer`: then all "
+    "devices skip the step."
 )
 OF_TRANSFORM = (
     "Pass `axis_name={axis_name}` to `dynamic_scale_value_and_grad` (or to the "

@@ -46,7 +46,7 @@ KEEPING_INPUTS = those(lambda row: row.keeps_inputs)
 """Primitives whose derivative is made of their operands, not of their result."""
 
 EXTREMES = those(lambda row: row.kind == Kind.EXTREME)
-"""Primitives that select by size: their derivatives jump, and they don't."""
+"""Primitives that select by size: their derivatives jump, and their results do not."""
 
 REDUCTIONS = those(lambda row: row.reduces)
 """Primitives that make one number of many."""
@@ -115,7 +115,7 @@ def steep_operands(eqn: Eqn) -> list[int]:
     name, operands = eqn.primitive.name, eqn.invars
     if name not in STEEP or (name == "integer_pow" and eqn.params["y"] > 0):
         return []
-    if name == "convert_element_type" and not is_cut_off(eqn):
+    if name == "convert_element_type" and not _is_cut_off(eqn):
         return []
     if name in ASKING_SIGNS and any(map(_is_zero_or_inf, operands)):
         return []
@@ -128,10 +128,10 @@ def steep_operands(eqn: Eqn) -> list[int]:
 
 def jumps(eqn: Eqn) -> bool:
     """Whether the result of an equation, or its derivative, jumps."""
-    return eqn.primitive.name in JUMPING or is_cut_off(eqn)
+    return eqn.primitive.name in JUMPING or _is_cut_off(eqn)
 
 
-def is_cut_off(eqn: Eqn) -> bool:
+def _is_cut_off(eqn: Eqn) -> bool:
     """Whether an equation makes integers of floats, but for truth values."""
     if eqn.primitive.name != "convert_element_type":
         return False

@@ -299,7 +299,7 @@ class Planner:
         decision = decision._replace(out_facts=outs)
         decision = self._with_residual_bits(eqn, site, match, decision, opaque)
         cast = {
-            # A copy is low.
+            # What a branch copies for the backward pass is best copied low.
             i: RematSource.NONE if fact.is_copied else fact.remat_source
             for i, (fact, dtype) in enumerate(zip(facts, decision.reads, strict=True))
             if fact

@@ -148,7 +148,10 @@ class UsePrecision(Rule):
 
 
 def _loses_constant(site: Site, dtype: DType) -> bool:
-    """Whether a factor such as 1e-9 would become 0, or a mask of -1e9 infinite."""
+    """Whether a factor such as 1e-9 would become 0, or a mask of -1e9 infinite.
+
+    A rule that names a dtype rounds other constants to it, also those that do not
+    `survive` by the default policy, as 0.999 that becomes 1."""
     constants = (fact.constants for fact in site.facts if fact)
     numbers = (x for known in constants if known for x in known.numbers)
     largest = float(jnp.finfo(dtype).max)
